@@ -5,9 +5,10 @@
 Prints, for docs/results.md, Markdown tables of every arm: mean and standard deviation over its
 seeds, of the consensus model at the end. The gap of an arm is its mean difference to all-reduce
 with the same optimizer, length, data and seeds, with the standard deviation over the seeds. The
-figure has a panel for whatever there are records of: accuracy on CIFAR-10 against epochs, and
-against the time of these steps on slow links, which DIR/step_times.jsonl has, made by step_time.py;
-the gap against the length of the training; how far the language model's loss is above all-reduce's.
+figure has a panel for whatever there are records of: accuracy on CIFAR-10 against epochs and BLEU
+on Multi30k against steps, and both against the time of these steps on slow links, which
+DIR/step_times.jsonl has, made by step_time.py; the gap on CIFAR-10 against the length of the
+training; how far the language model's loss is above all-reduce's.
 """
 
 import json
@@ -30,10 +31,35 @@ TASKS = {  # what the tables show, and the factor and unit of it
     "multi30k_en_de": (("test", "bleu"), 1, "BLEU"),
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
 }
-# The main arms of CIFAR-10, and the rows of step_times.jsonl that are theirs.
-MAIN = {"momentum_sgd": "one_peer_exp", "all_reduce": "all_reduce"}
-NETWORK = "26mbit"
 BATCH, SEQUENCE = 16, 128  # of the language model: sequences per step, tokens of each
+
+
+class Shown(NamedTuple):
+    """What the figure shows of a task while it trains, and its rows of step_times.jsonl."""
+
+    metric: str
+    factor: float
+    title: str
+    algorithms: Mapping[str, str]  # {arm: whose step times are its own}
+    network: str
+
+
+SHOWN = {
+    "cifar10": Shown(
+        "eval/top1",
+        100,
+        "CIFAR-10: top-1 of the consensus model, %",
+        {"momentum_sgd": "one_peer_exp", "all_reduce": "all_reduce"},
+        "26mbit",
+    ),
+    "multi30k_en_de": Shown(
+        "eval/bleu",
+        1,
+        "Multi30k: BLEU on the validation set",
+        {"accum_adam": "one_peer_exp", "all_reduce": "all_reduce"},
+        "100mbit",
+    ),
+}
 
 
 class Record(NamedTuple):
@@ -81,11 +107,11 @@ def load(folder: Path) -> list[Record]:
     ]
 
 
-def step_times(folder: Path) -> dict[str, float]:
-    """{algorithm: seconds} of a step on `NETWORK`; empty where nobody measured them."""
+def step_times(folder: Path) -> dict[tuple[str, str], float]:
+    """{(network, algorithm): seconds} of a step; empty where nobody measured them."""
     path = folder / "step_times.jsonl"
     rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {row["algorithm"]: row["step_time_s"] for row in rows if row["network"] == NETWORK}
+    return {(row["network"], row["algorithm"]): row["step_time_s"] for row in rows}
 
 
 def arms(records: Sequence[Record], task: str) -> dict[tuple, list[Record]]:
@@ -165,9 +191,13 @@ class Panel(NamedTuple):
     curves: list[Curve]
 
 
-def draw(records: Sequence[Record], path: Path, times: Mapping[str, float]) -> Path | None:
+def draw(
+    records: Sequence[Record], path: Path, times: Mapping[tuple[str, str], float]
+) -> Path | None:
     """Writes the figure; None where there is nothing to draw."""
-    panels = [accuracy_panel(records), time_panel(records, times)]
+    panels = []
+    for task in SHOWN:
+        panels += [learning_panel(records, task), time_panel(records, task, times)]
     panels += [budget_panel(records), language_panel(records)]
     panels = [panel for panel in panels if panel.curves]
     if not panels:
@@ -184,35 +214,41 @@ def draw(records: Sequence[Record], path: Path, times: Mapping[str, float]) -> P
     return save(figure, path)
 
 
-def accuracy_panel(records: Sequence[Record]) -> Panel:
-    """Accuracy against epochs, the mean over seeds, of the longest trainings."""
-    length, found = longest(records)
-    curves = [curve._replace(x=length * curve.x / curve.x[-1]) for curve in found.values()]
-    return Panel("CIFAR-10: top-1 of the consensus model, %", "epochs", curves)
+def learning_panel(records: Sequence[Record], task: str) -> Panel:
+    """Against epochs, or against steps, the mean over seeds, of the longest trainings."""
+    epochs, found = longest(records, task)
+    curves = list(found.values())
+    if epochs:
+        curves = [curve._replace(x=epochs * curve.x / curve.x[-1]) for curve in curves]
+    return Panel(SHOWN[task].title, "epochs" if epochs else "steps", curves)
 
 
-def time_panel(records: Sequence[Record], times: Mapping[str, float]) -> Panel:
+def time_panel(
+    records: Sequence[Record], task: str, times: Mapping[tuple[str, str], float]
+) -> Panel:
     """The same against minutes: steps times the seconds of one on slow links."""
-    curves = [
-        curve._replace(x=curve.x * times[MAIN[arm]] / 60)
-        for arm, curve in longest(records)[1].items()
-        if MAIN[arm] in times
-    ]
-    return Panel(f"The same on four hosts, {NETWORK.replace('mbit', ' Mbit/s')}", "minutes", curves)
+    shown, curves = SHOWN[task], []
+    for arm, curve in longest(records, task)[1].items():
+        seconds = times.get((shown.network, shown.algorithms[arm]))
+        if seconds:
+            curves.append(curve._replace(x=curve.x * seconds / 60))
+    network = shown.network.replace("mbit", " Mbit/s")
+    return Panel(f"The same on four hosts, {network}", "minutes", curves)
 
 
-def longest(records: Sequence[Record]) -> tuple[float, dict[str, Curve]]:
-    """The epochs of the longest trainings of `MAIN`, and their accuracy against steps."""
-    runs, curves = arms(records, "cifar10"), {}
-    length = max((length for arm in MAIN for length in _lengths(runs, arm)), default=0.0)
-    for arm, colour in zip(MAIN, COLOURS, strict=False):
-        own = runs.get(((("epochs", length),), arm), [])
-        if own:
-            steps = own[0].series("eval/top1")[0]
-            values = [100 * record.series("eval/top1")[1] for record in own]
-            label = f"{arm}, mean of {len(own)}"
-            curves[arm] = Curve(steps, np.mean(values, axis=0), label, colour)
-    return length, curves
+def longest(records: Sequence[Record], task: str) -> tuple[float | None, dict[str, Curve]]:
+    """The longest trainings of a task's arms that are shown, against steps; their epochs if set."""
+    runs, shown, curves = arms(records, task), SHOWN[task], {}
+    lengths = (length for arm in shown.algorithms for length in _lengths(runs, arm))
+    epochs = max(lengths, default=None)
+    setting = (("epochs", epochs),) if epochs else ()
+    for arm, colour in zip(shown.algorithms, COLOURS, strict=False):
+        series = [record.series(shown.metric) for record in runs.get((setting, arm), ())]
+        if series and len(series[0][0]):
+            values = [shown.factor * values for _, values in series]
+            label = f"{arm}, mean of {len(series)}" if len(series) > 1 else f"{arm}, one seed"
+            curves[arm] = Curve(series[0][0], np.mean(values, axis=0), label, colour)
+    return epochs, curves
 
 
 def budget_panel(records: Sequence[Record]) -> Panel:

@@ -303,7 +303,8 @@ def records(tmp_path):
             rows = [(10, "eval/top1", top1 - 0.2), (20, "eval/top1", top1)]
             write_record(tmp_path, f"cifar10:{arm}", changes, {"eval/top1": top1}, rows)
     write_record(tmp_path, "cifar10:ring", {"seed": 0, "epochs": 4.0}, {"eval/top1": 0.5})
-    write_record(tmp_path, "multi30k_en_de:swarm", {"seed": 0}, {}, test={"bleu": 35.5})
+    rows = [(100, "eval/bleu", 20.0), (200, "eval/bleu", 34.0)]
+    write_record(tmp_path, "multi30k_en_de:accum_adam", {"seed": 0}, {}, rows, test={"bleu": 35.5})
     for arm, factor in (("all_reduce", 1.0), ("muon", 0.98)):
         rows = [(1000, "eval/loss", 4 * factor), (2000, "eval/loss", 3 * factor)]
         changes = {"seed": 0}
@@ -328,9 +329,11 @@ def test_means_standard_deviations_and_gaps_of_common_seeds(records):
 
 
 def test_the_curves_of_the_figure(records):
-    gossip, all_reduce = figure.accuracy_panel(records).curves
+    gossip, all_reduce = figure.learning_panel(records, "cifar10").curves
     assert list(gossip.x) == [4, 8] == list(all_reduce.x)
     assert list(gossip.y) == pytest.approx([70.5, 90.5])
+    (bleu,) = figure.learning_panel(records, "multi30k_en_de").curves  # its length is the config's
+    assert (list(bleu.x), list(bleu.y)) == ([100, 200], [20, 34])
     seeds, mean, _ = figure.budget_panel(records).curves
     assert list(seeds.y) == pytest.approx([-1, 1]) and list(mean.y) == pytest.approx([0])
     (muon,) = figure.language_panel(records).curves
@@ -346,17 +349,17 @@ def test_accuracy_against_minutes(records, tmp_path):
     lines = [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]
     (tmp_path / "step_times.jsonl").write_text("".join(lines))
     times = figure.step_times(tmp_path)
-    gossip, all_reduce = figure.time_panel(records, times).curves
+    gossip, all_reduce = figure.time_panel(records, "cifar10", times).curves
     assert list(gossip.x) == [1, 2] and list(all_reduce.x) == [2, 4]
     assert list(gossip.y) == pytest.approx([70.5, 90.5])
-    del times["one_peer_exp"]
-    (only,) = figure.time_panel(records, times).curves
+    del times["26mbit", "one_peer_exp"]
+    (only,) = figure.time_panel(records, "cifar10", times).curves
     assert only.label.startswith("all_reduce")
 
 
 def test_the_figure_is_drawn_of_what_there_is(records, tmp_path, capsys):
     assert figure.draw(records, tmp_path / "figure.png", {}).stat().st_size > 10_000
-    only = [record for record in records if record.task == "multi30k_en_de"]
+    only = [record for record in records if record.arm == "ring"]
     assert figure.draw(only, tmp_path / "none.png", {}) is None
     assert figure.main(["--records", str(tmp_path / "nowhere")]) == 0
     assert capsys.readouterr().out.startswith("no record in ")
