@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +33,10 @@ class Parts(NamedTuple):
     batch: Any  # of NumPy arrays, stacked over ``held``
 
     @staticmethod
-    def of(config, folder, placement: Placement, held: Sequence[int]) -> "Parts":
+    def of(config, folder: str | Path, placement: Placement, held: Sequence[int]) -> "Parts":
         """``held``: the replicas whose examples the batch has."""
         task = tasks.find(config.task).make(
-            config, folder, lambda message: contextlib.nullcontext()
+            config, Path(folder), lambda message: contextlib.nullcontext()
         )
         schedule = config_lib.make_schedule(config)
         rate = step_lib.learning_rate(config, 1000, 10, [])
