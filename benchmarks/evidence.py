@@ -147,6 +147,7 @@ def _inverse_sqrt() -> Iterator[Piece]:
 def _slow_links() -> Iterator[Piece]:
     """The schedule that sends a host's model in every second step, as long as the main arms."""
     yield piece("cifar10:alternating_exp_ring", 0, epochs=FULL)
+    yield piece("multi30k_en_de:alternating_exp_ring", 0)
 
 
 def _the_rest() -> Iterator[Piece]:

@@ -15,13 +15,15 @@ Hardware: 2 cores. Result: see docs/results.md.
 
 from decent_jax import train
 
+ACCUM_ADAM = {
+    "algorithm": "accum_adam",
+    "schedule": "one_peer_exp",
+    "learning_rate": 1e-2,
+    "optimizer.b2": 0.999,  # a replica sees 512 tokens in a step, and few of the 4000 words
+}
 ARMS = {
-    "accum_adam": {
-        "algorithm": "accum_adam",
-        "schedule": "one_peer_exp",
-        "learning_rate": 1e-2,
-        "optimizer.b2": 0.999,  # a replica sees 512 tokens in a step, and few of the 4000 words
-    },
+    "accum_adam": ACCUM_ADAM,
+    "alternating_exp_ring": ACCUM_ADAM | {"schedule": "alternating_exp_ring", "local_size": 2},
     "gossiped_momentum": {
         "algorithm": "gossiped_momentum",
         "schedule": "one_peer_exp",
