@@ -40,7 +40,7 @@ def fields_of(piece):
 def test_the_main_arms_come_first_and_in_pairs_of_a_seed():
     """Whenever the script is stopped, what has finished can be compared, but for one run."""
     pieces = evidence.pieces()
-    rates = [piece for piece in pieces if "learning_rate" in fields_of(piece)]
+    rates = [piece for piece in pieces if "-rate" in piece.name]
     first = pieces[:14] + rates
     for gossip, all_reduce in zip(first[::2], first[1::2], strict=True):
         assert gossip.changes == all_reduce.changes and gossip.task == all_reduce.task
@@ -86,7 +86,7 @@ def test_one_peer_sleeps_as_long_as_it_works():
 
 
 def test_the_grid_of_rates_has_a_seed_that_nothing_else_has():
-    with_rate = [p for p in evidence.pieces() if "learning_rate" in fields_of(p)]
+    with_rate = [p for p in evidence.pieces() if "-rate" in p.name]
     seeds = {fields_of(piece)["seed"] for piece in with_rate}
     others = {fields_of(p)["seed"] for p in evidence.pieces() if p not in with_rate}
     assert len(seeds) == 1 and not seeds & others
