@@ -15,37 +15,19 @@ Hardware: 2 cores. Result: see docs/results.md.
 
 from decent_jax import train
 
-ACCUM_ADAM = {
-    "algorithm": "accum_adam",
-    "schedule": "one_peer_exp",
-    "learning_rate": 1e-2,
-    "optimizer.b2": 0.999,  # a replica sees 512 tokens in a step, and few of the 4000 words
-}
+# A replica sees 512 tokens in a step, and few of the 4000 words: its second moment has to be long.
+LONG = {"learning_rate": 1e-2, "optimizer.b2": 0.999}
+ACCUM_ADAM = LONG | {"algorithm": "accum_adam", "schedule": "one_peer_exp"}
+SWARM = LONG | {"algorithm": "swarm", "optimizer.name": "accum_adam", "mix_every": 2}
 ARMS = {
     "accum_adam": ACCUM_ADAM,
     "alternating_exp_ring": ACCUM_ADAM | {"schedule": "alternating_exp_ring", "local_size": 2},
-    "gossiped_momentum": {
-        "algorithm": "gossiped_momentum",
-        "schedule": "one_peer_exp",
-        "optimizer.name": "adam",
-        "learning_rate": 1e-2,
-        "optimizer.b1": 0.9,  # a longer mean is averaged better before it is used
-        "optimizer.b2": 0.999,
-    },
+    "gossiped_momentum": LONG
+    | {"algorithm": "gossiped_momentum", "schedule": "one_peer_exp", "optimizer.name": "adam"}
+    | {"optimizer.b1": 0.9},  # a longer mean is averaged better before it is used
     "all_reduce": {"algorithm": "all_reduce"},
-    "swarm": {
-        "algorithm": "swarm",
-        "schedule": "random_matching(rounds=16)",
-        "optimizer.name": "accum_adam",
-        "mix_every": 2,
-    },
-    "peers": {
-        "algorithm": "swarm",
-        "schedule": "random_matching",
-        "optimizer.name": "accum_adam",
-        "mix_every": 2,
-        "peers.use": True,
-    },
+    "swarm": SWARM | {"schedule": "random_matching(rounds=16)"},
+    "peers": SWARM | {"schedule": "random_matching", "peers.use": True},
 }
 
 

@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 from refusals import refuses
 
+from decent_jax import replicas
 from decent_jax.ground.errors import DataError
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-names = ("evidence", "evidence_figure", "one_slow")
-evidence, figure, one_slow = map(importlib.import_module, names)
+names = ("evidence", "evidence_figure", "one_slow", "variant")
+evidence, figure, one_slow, variant = map(importlib.import_module, names)
 sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -103,6 +104,14 @@ def test_every_command_is_a_good_config_but_for_its_data(piece, tmp_path, tiny_d
     config_lib.validate(config)
     for name, value in piece.changes:
         assert config_lib.flat(config)[name] == value
+
+
+def test_a_step_of_translation_can_be_timed(tmp_path):
+    """Its task keeps a vocabulary in the folder it is given, which step_time.py names by a str."""
+    config = flags.load(str(ROOT / "configs" / "multi30k_en_de.py:accum_adam"))
+    config.data.path = "numbers"
+    parts = variant.Parts.of(config, str(tmp_path), replicas.place(8), range(8))
+    assert {len(array) for array in jax.tree.leaves(parts.batch)} == {8}
 
 
 # --- What is left ---------------------------------------------------------------------------------
