@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from decent_jax import cpu
 from decent_jax.models import pieces
 from decent_jax.models.pieces import Params, attention, dropout, fold_in, layer_norm, remat_call
 
@@ -181,7 +182,7 @@ class _Layer(nnx.Module):
         """``norm(x + branch(x))`` or ``x + branch(norm(x))``, with dropout of the branch."""
         post = self.config.norm == "post"
         y = branch(x if post else norm(x), fold_in(rng, 0))
-        x = x + dropout(y, self.config.dropout, fold_in(rng, 1))
+        x = cpu.computed_once(x + dropout(y, self.config.dropout, fold_in(rng, 1)))
         return norm(x) if post else x
 
 
