@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from networks import assert_close, drawn, shapes_of
 from refusals import refuses
 
+from decent_jax import cpu
 from decent_jax.models import decoders, gpt2, pieces, resnet, transformer
 from decent_jax.models.pieces import cross_entropy
 
@@ -121,6 +122,24 @@ def test_dropout_attention_is_the_same_attention(network):
     some = dataclasses.replace(config, dropout=1e-9)
     got = logits_of(module, some, params, sentences, jax.random.key(0))
     assert_close(got, logits_of(module, config, params, sentences))
+
+
+@each
+def test_on_cpus_no_fusion_reads_more_in_a_deeper_model(network):
+    """None computes the gradient of the residual stream again, a sum over all later branches."""
+    module, config, sentences = network
+
+    def reads(layers):
+        """The arrays that the fusion with most of them reads."""
+        deep = dataclasses.replace(config, layers=layers, dropout=0.1)
+        step = jax.jit(
+            jax.grad(partial(loss_of, module, deep)), compiler_options=cpu.COMPILER_OPTIONS
+        )
+        program = step.lower(shapes_of(module, deep), sentences, jax.random.key(0)).compile()
+        fusions = re.findall(r" fusion\((.*?)\), kind", program.as_text())
+        return max(fusion.count("%") for fusion in fusions)
+
+    assert reads(3) < 1.5 * reads(1)
 
 
 @every

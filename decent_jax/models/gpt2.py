@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from decent_jax import cpu
 from decent_jax.models import pieces
 from decent_jax.models.pieces import attention, dropout, fold_in, layer_norm, remat_call
 
@@ -168,9 +169,9 @@ class DecoderBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
         a = self.attn(self.ln_1(x), fold_in(dropout_rng, 0))
-        x = x + dropout(a, self.dropout, fold_in(dropout_rng, 1))
+        x = cpu.computed_once(x + dropout(a, self.dropout, fold_in(dropout_rng, 1)))
         m = self.mlp(self.ln_2(x))
-        return x + dropout(m, self.dropout, fold_in(dropout_rng, 2))
+        return cpu.computed_once(x + dropout(m, self.dropout, fold_in(dropout_rng, 2)))
 
 
 class CausalAttention(nnx.Module):
