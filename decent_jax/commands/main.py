@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from decent_jax.ground import account, machine
+from decent_jax.ground import account, extras, machine
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -33,6 +33,8 @@ COMMANDS = {
     "planner": ("planner.__main__", "predict step times, recommend a schedule"),
     "peers": ("peers.__main__", "replay or resize a run of peers that come and go"),
 }
+# These say what they need of the extra train; the others need what reads a config.
+OWN_NEEDS = ("status", "plot", "prepare", "planner")
 
 EXAMPLES = """\
 Train a small model on this Python's own library, look at it, use it (one to four minutes):
@@ -66,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     if name == "train":
         return train(rest, "decent-jax train")
     try:
+        if name not in OWN_NEEDS:
+            extras.need("train", "ml_collections", "tqdm")
         return importlib.import_module(f"decent_jax.{COMMANDS[name][0]}").main(rest)
     except Unavailable as error:
         print(f"decent-jax {name}: {error}", file=sys.stderr)

@@ -24,10 +24,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from decent_jax.ground import extras
-
-extras.need("train", "ml_collections", "tqdm")
-
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
