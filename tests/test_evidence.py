@@ -366,6 +366,18 @@ def test_accuracy_against_minutes(records, tmp_path):
     assert only.label.startswith("all_reduce")
 
 
+def test_minutes_to_30_bleu_are_those_that_the_readme_has():
+    times = figure.step_times(figure.RECORDS)
+    panel = figure.time_panel(figure.load(figure.RECORDS), "multi30k_en_de", times)
+    minutes = {
+        curve.label.partition(",")[0]: np.interp(30, curve.y, curve.x) for curve in panel.curves
+    }
+    readme = (ROOT / "README.md").read_text()
+    short, long = re.search(r"Multi30k to 30 BLEU in (\d+), not (\d+),", readme).groups()
+    assert f"{minutes['alternating_exp_ring']:.0f}" == short
+    assert f"{minutes['all_reduce']:.0f}" == long
+
+
 def test_the_figure_is_drawn_of_what_there_is(records, tmp_path, capsys):
     assert figure.draw(records, tmp_path / "figure.png", {}).stat().st_size > 10_000
     only = [record for record in records if record.arm == "ring"]

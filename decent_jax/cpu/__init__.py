@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# XLA's option for training steps. XLA for GPUs does so by itself. Without it a step copies all of
-# the optimizer's state before it updates it: the quickstart takes 39.1 MB instead of 31.9. The
-# update of 4 million parameters takes 6.6 ms instead of 11.2; whole steps of several sizes took
-# 0.75 to 1.07 of the time.
+# XLA's options for training steps.
 COMPILER_OPTIONS = {
+    # XLA for GPUs does so by itself. Without it a step copies all of the optimizer's state before
+    # it updates it: the quickstart takes 39.1 MB instead of 31.9. The update of 4 million
+    # parameters takes 6.6 ms instead of 11.2; whole steps of several sizes took 0.75 to 1.07 of
+    # the time.
     "xla_cpu_copy_insertion_use_region_analysis": True,
-    "xla_disable_hlo_passes": "cse_barrier_expander",  # lets `computed_once` reach the fusions
+    # The pass that removes barriers before XLA chooses what to fuse: `computed_once` needs them.
+    "xla_disable_hlo_passes": "cse_barrier_expander",
 }
 
 # --- Fusions --------------------------------------------------------------------------------------
@@ -22,7 +24,9 @@ def computed_once(x: jax.Array) -> jax.Array:
     """``x``, and in the backward pass its gradient, written to memory before they are used.
 
     XLA for CPUs computes a cheap sum again in every fusion that uses it. The gradient of a residual
-    stream is a sum over all later branches, and each matrix of an earlier one computes it again.
+    stream is a sum over all later branches, and each matrix of an earlier one computes it again:
+    forward and backward of the model of configs/multi30k_en_de.py, for eight replicas on one core,
+    took 1.24 s, and take 0.79 s. Only programs compiled with `COMPILER_OPTIONS` gain by it.
     """
     return lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
