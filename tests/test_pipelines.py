@@ -15,6 +15,7 @@ from decent_jax.ground.errors import PeerLost
 from decent_jax.pipelines.part import total_norm
 from decent_jax.pipelines.worker import Mailbox, Worker, open_batches
 from decent_jax.plan import orders
+from decent_jax.train import xla
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
@@ -242,3 +243,10 @@ def test_a_stage_that_needs_no_other_computes_and_never_waits(tiny_data, tmp_pat
         stage.update(np.ones(2, np.float32), norms, grads, None, None)
         assert stage.skipped()[0].tolist() == [1, 1]
         assert_close(threads.params(), after, rtol=0)
+
+
+def test_a_backward_pass_is_compiled_with_the_options_of_a_step(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(xla, "options_of_step", lambda *_: {"xla_no_such_option": True})
+    fails = pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option")
+    with Threads(config_of(tiny_data, 1), tmp_path) as threads, fails:
+        threads.gradient()

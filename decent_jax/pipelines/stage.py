@@ -24,7 +24,7 @@ from decent_jax.pipelines.part import Part
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import step as step_lib
-from decent_jax.train import stored
+from decent_jax.train import stored, xla
 from decent_jax.train.checkpoint import STAGE
 from decent_jax.train.step import TrainState
 
@@ -71,7 +71,11 @@ class Stage:
         ids = np.array(placement.local_replicas, np.int32)
         rows = placement.per_replica_alone
         self.forward = partial(jax.jit(self._over_rows(self._forward_one)), ids)
-        backward = jax.jit(self._over_rows(self._backward_one), donate_argnums=5)
+        platform = placement.mesh.devices.flat[0].platform
+        options = xla.options_of_step(platform, placement.fsdp, schedule, tx)
+        backward = jax.jit(
+            self._over_rows(self._backward_one), donate_argnums=5, compiler_options=options
+        )
         self.backward = partial(backward, ids)
         self.zeros = jax.jit(
             lambda *both: (jnp.zeros(len(ids), jnp.float32), jax.tree.map(jnp.zeros_like, both))
