@@ -96,8 +96,8 @@ def test_memory_is_state_and_gradients_and_what_is_received(
 
     That is what a step needs, and the place of one array for what kernels work on, one after the
     other (jaxlib 0.12 has it beside both trees, as its buffer assignment shows). XLA's default
-    order for CPUs trades half a copy more for time in gossip, and its other one for nothing in
-    all-reduce.
+    order for CPUs takes half a copy more in gossip, to save time; the one that saves memory takes
+    half a copy more in all-reduce.
     """
     order = {"xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{order}"}
     monkeypatch.setattr(xla, "FOR_CPUS", xla.FOR_CPUS | order)
