@@ -369,14 +369,20 @@ def test_accuracy_against_minutes(records, tmp_path):
     assert only.label.startswith("all_reduce")
 
 
-def test_minutes_to_30_bleu_are_those_that_the_readme_has():
+@pytest.mark.parametrize(
+    ("task", "goal", "words"),
+    [
+        ("cifar10", 80, r"CIFAR-10 to 80% in (\d+) minutes, not (\d+),"),
+        ("multi30k_en_de", 30, r"Multi30k to 30 BLEU in (\d+), not (\d+),"),
+    ],
+)
+def test_minutes_to_a_result_are_those_that_the_readme_has(task, goal, words):
     times = figure.step_times(figure.RECORDS)
-    panel = figure.time_panel(figure.load(figure.RECORDS), "multi30k_en_de", times)
+    panel = figure.time_panel(figure.load(figure.RECORDS), task, times)
     minutes = {
-        curve.label.partition(",")[0]: np.interp(30, curve.y, curve.x) for curve in panel.curves
+        curve.label.partition(",")[0]: np.interp(goal, curve.y, curve.x) for curve in panel.curves
     }
-    readme = (ROOT / "README.md").read_text()
-    short, long = re.search(r"Multi30k to 30 BLEU in (\d+), not (\d+),", readme).groups()
+    short, long = re.search(words, (ROOT / "README.md").read_text()).groups()
     assert f"{minutes['alternating_exp_ring']:.0f}" == short
     assert f"{minutes['all_reduce']:.0f}" == long
 
