@@ -50,6 +50,11 @@ class Placement:
         return self.mesh.shape.get("fsdp", 1)
 
     @property
+    def platform(self) -> str:
+        """Of the devices, as jax calls it: ``"cpu"``, ``"gpu"``, ``"tpu"``."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def axis_name(self) -> str | tuple[str, str]:
         """The name, in per-replica code, of the axis that counts all replicas."""
         return "replica" if self.block == 1 else ("replica", "block")

@@ -68,7 +68,7 @@ def open_experiment(
     hosts = hosts_of(placement)
     per_host = replicas_per_host(hosts)
     if config.schedule == AUTO:
-        on_gpus = placement.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        on_gpus = placement.platform in ("gpu", "cuda")
         config = settle(config, per_host, workdir, on_gpus)
         if config.schedule != schedule.name:
             schedule = make_schedule(config)
@@ -267,7 +267,7 @@ def check_state(placement: Placement, state: Any) -> None:
     """
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     count = len(placement.local_replicas)
-    if placement.mesh.local_devices[0].platform == "cpu":  # others say so by themselves
+    if placement.platform == "cpu":  # others say so by themselves
         machine.check_memory(count * each, f"the state of {count} replicas")
 
 

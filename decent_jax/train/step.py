@@ -167,8 +167,7 @@ def make_step(
     """
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
-    platform = placement.mesh.devices.flat[0].platform
-    options = xla.options_of_step(platform, placement.fsdp, schedule, tx)
+    options = xla.options_of_step(placement.platform, placement.fsdp, schedule, tx)
 
     def gradients(params, model_state, batch, t):
         """Of the replicas of one device."""
