@@ -183,13 +183,12 @@ def part_formats(parsed: argparse.Namespace) -> Iterator[Row]:
     if parsed.tiny:
         arrays = [x[:8] for x in arrays if x.ndim > 1][:1]
     keys = list(jax.random.split(jax.random.key(0), len(arrays)))
-    me = jax.numpy.int32(0)
     for name, codec in NAMED.items():
         if codec is None:
             continue
 
         def encode(arrays, keys, codec=codec):
-            noise = [codec.noise(k, me, x.shape) for k, x in zip(keys, arrays, strict=True)]
+            noise = [codec.noise(k, x.shape) for k, x in zip(keys, arrays, strict=True)]
             return [codec.encode(x, u) for x, u in zip(arrays, noise, strict=True)]
 
         def decode(parts, arrays, codec=codec):

@@ -49,7 +49,8 @@ def by_numpy(codec, tree, g):
     chunks = np.pad(flat, ((0, 0), (0, g * rows * ROW - size))).reshape(N, g, rows, ROW)
 
     def coded(nth, replica, x):
-        noise = codec.noise(jax.random.fold_in(KEY, nth), jnp.int32(replica), x.shape)
+        key = jax.random.fold_in(jax.random.fold_in(KEY, nth), replica)
+        noise = codec.noise(key, x.shape)
         return codec.decode(codec.encode(x, None if noise is None else np.asarray(noise)), x)
 
     own = np.stack([coded(0, i, x.reshape(-1, ROW)).reshape(x.shape) for i, x in enumerate(chunks)])

@@ -186,8 +186,8 @@ def test_top_k_of_parameters_is_refused():
 
 def places(t):
     """Half of the numbers, those of step t."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), 0)
-    return np.sort(RandomK(0.5).noise(key, 0, (D,)))
+    (key,) = jax.random.split(jax.random.fold_in(jax.random.key(0), t), 1)  # of one array
+    return np.sort(RandomK(0.5).noise(key, (D,)))
 
 
 def test_sparta_mixes_the_places_of_the_step():
@@ -214,7 +214,7 @@ def test_sparta_before_diloco_is_the_recursion():
 
 @pytest.mark.parametrize(("size", "sent"), [(7, 3), (5, 5), (6, 1), (9, 4)])
 def test_random_places_are_distinct_and_equally_frequent(size, sent):
-    draw = jax.vmap(lambda key: RandomK(sent / size).noise(key, 0, (size,)))
+    draw = jax.vmap(lambda key: RandomK(sent / size).noise(key, (size,)))
     drawn = np.asarray(draw(jax.random.split(jax.random.key(3), 20_000)))
     assert drawn.shape == (20_000, sent) and all(len(set(row)) == sent for row in drawn)
     found = np.bincount(drawn.ravel(), minlength=size) / len(drawn)

@@ -38,12 +38,12 @@ Parts = tuple[Array, ...]  # of a message
 class Codec:
     """A format of messages. Noise is passed in, so that both kinds of arrays may share one code."""
 
-    def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
+    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
         """What `encode` and `decode` of an array of this shape draw; None: nothing.
 
         Args:
-          key: the same on all replicas, another in every step and for every array.
-          replica: () int, the sender; a codec may give each its own noise.
+          key: another in every step and for every array, and of every sender: replicas round by
+            chances of their own. Only of `decent_jax.gossip.sparse.RandomK` all have the same.
           shape: of the array.
         """
         return None
@@ -64,7 +64,7 @@ def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
         return 4 * math.prod(shape)
 
     def parts():
-        noise = codec.noise(jax.random.key(0), jnp.int32(0), shape)
+        noise = codec.noise(jax.random.key(0), shape)
         return codec.encode(jnp.zeros(shape, jnp.float32), noise)
 
     return sum(part.size * part.dtype.itemsize for part in jax.eval_shape(parts))
@@ -94,8 +94,8 @@ class Int8(Codec):
 
     largest: ClassVar[int] = 127  # code
 
-    def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
-        return _uniform(jax.random.fold_in(key, replica), shape)
+    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
+        return _uniform(key, shape)
 
     def encode(self, x: Array, noise: Any = None) -> Parts:
         scaled, scale = _by_rows(x, self.largest)
@@ -261,12 +261,14 @@ def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """float32 numbers in [0, 1): a hash of their places, into which the key is mixed.
 
     Rounding by chance needs no more than that, and `jax.random.uniform` took 50 ms for 4M numbers
-    on a core of a CPU, 20 times as long as the rest of their coding; this takes 1 ms. The hash is
-    murmur3's finalizer of multiples of the golden ratio, as in SplitMix (Steele et al. 2014).
+    on a core of a CPU, 20 times as long as the rest of their coding; this takes 1 ms. Its bits are
+    not drawn from the key, since XLA for CPUs compiles a draw per array for longer than the rest.
+    The hash is murmur3's finalizer of multiples of the golden ratio, as in SplitMix (Steele et al.
+    2014).
     """
-    seed = jax.random.bits(key, (2,), jnp.uint32)
-    a = jax.lax.iota(jnp.uint32, math.prod(shape)) * np.uint32(0x9E3779B9) + seed[0]
-    a = (a ^ (a >> 16)) * np.uint32(0x85EBCA6B) ^ seed[1]
+    words = jax.random.key_data(key)
+    a = jax.lax.iota(jnp.uint32, math.prod(shape)) * np.uint32(0x9E3779B9) + words[0]
+    a = (a ^ (a >> 16)) * np.uint32(0x85EBCA6B) ^ words[-1]
     a = (a ^ (a >> 13)) * np.uint32(0xC2B2AE35)
     a = (a ^ (a >> 16)) >> 8  # 24 bits, which float32 holds
     return (a.astype(jnp.float32) * 2.0**-24).reshape(shape)

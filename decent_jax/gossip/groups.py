@@ -158,7 +158,8 @@ def coded_means(
         noise = None
         if codec is not None and key is not None:
             own, shape = jax.random.fold_in(key, nth), (x.size // (len(replicas) * ROW), ROW)
-            noise = jax.vmap(lambda i, codec=codec: codec.noise(own, i, shape))(replicas)
+            keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(replicas)
+            noise = jax.vmap(lambda key, codec=codec: codec.noise(key, shape))(keys)
             noise = None if noise is None else noise.reshape(x.shape)
         # The barrier keeps XLA from rounding again, and differently, what is decoded here.
         parts = (x,) if codec is None else codec.encode(x, noise)

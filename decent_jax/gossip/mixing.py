@@ -122,7 +122,7 @@ def mix(
     if isinstance(codec, RandomK):
         if key is None:
             raise ValueError("RandomK draws its places: give mix a key, the same on all replicas")
-        places = _noise(leaves, codec, key, jnp.int32(0))
+        places = _noise(leaves, ReplicaAxis.of(schedule, axis_name), codec, key)
         parts = [codec.encode(x, at)[0] for x, at in zip(leaves, places, strict=True)]
         parts = mix(parts, schedule, round, axis_name, finite=finite, after=after, between=between)
         return put_back(map(codec.replaced, leaves, parts, places))
@@ -389,20 +389,20 @@ def _coded(
     leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None
 ) -> tuple[list, list, list]:
     """For each array its noise, the parts that are sent, and the own copy, decoded from these."""
-    noise = _noise(leaves, codec, key, axis.replica())
+    noise = _noise(leaves, axis, codec, key)
     # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
     sent = jax.lax.optimization_barrier(list(map(codec.encode, leaves, noise)))
     return noise, sent, list(map(codec.decode, sent, leaves, noise))
 
 
-def _noise(
-    leaves: list[jax.Array], codec: Codec, key: jax.Array | None, replica: jax.Array
-) -> list:
+def _noise(leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None) -> list:
     """What the codec draws for each array; None without a key."""
     if key is None:
         return [None] * len(leaves)
-    keys = (jax.random.fold_in(key, k) for k in range(len(leaves)))
-    return [codec.noise(k, replica, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    if not isinstance(codec, RandomK):  # of which receivers draw the same places
+        key = jax.random.fold_in(key, axis.replica())
+    keys = jax.random.split(key, len(leaves))
+    return [codec.noise(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
 
 
 def check_coded(schedule: Schedule, codec: Codec | None = None) -> None:

@@ -107,8 +107,8 @@ class RandomK(Codec):
 
     fraction: float
 
-    def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
-        """(f N,) int32: the places, the same on all replicas."""
+    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
+        """(f N,) int32: the places; all replicas draw with the same key."""
         size = math.prod(shape)
         sent = min(_kept(self.fraction, size), size)
         if sent == 0:

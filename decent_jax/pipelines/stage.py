@@ -221,7 +221,8 @@ class Stage:
         if self._codec is None:
             return (x,)
         key = jax.random.fold_in(rng, _MESSAGES + 2 * self.part.stage + way)
-        return self._codec.encode(x.astype(jnp.float32), self._codec.noise(key, replica, x.shape))
+        noise = self._codec.noise(jax.random.fold_in(key, replica), x.shape)
+        return self._codec.encode(x.astype(jnp.float32), noise)
 
     def _decoded(self, message):
         if message is None:
