@@ -49,6 +49,7 @@ def test_errors_of_an_exchange_are_told_from_others():
 # What train.py does, without its model: joins, and exchanges until a process is lost.
 DRIVER = """
 import sys, time
+from pathlib import Path
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -67,6 +68,13 @@ try:
         cluster.start(config, sys.path[0])  # the folder of this file
         if end == "1 fails" and index == 1:
             raise ValueError("a mistake in the program of one process")
+        if end == "all finish":  # process 1 comes when process 0 waits for it
+            here, there = (Path(sys.path[0], f"{k} is here") for k in (index, 1 - index))
+            while index == 1 and not there.exists():
+                time.sleep(0.05)
+            here.touch()
+            watch.meet(60)
+            assert there.exists(), f"process {index} did not wait"
         mesh = jax.make_mesh((count,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
         ring = [(k, (k + 1) % count) for k in range(count)]
         send = lambda x: jax.lax.ppermute(x, "r", ring)

@@ -16,6 +16,7 @@ import tiny
 from refusals import refuses
 
 from decent_jax import train
+from decent_jax.cluster import watch
 from decent_jax.commands import main as command
 from decent_jax.ground import machine
 from decent_jax.ground.errors import DataError, Interrupted
@@ -84,8 +85,13 @@ def test_a_checkpoint_of_before_the_last_row_repeats_it(whole, tmp_path):
 
 
 def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch):
-    """They wait here until the first step has been made, whose batch is followed by another."""
+    """They wait here until the first step has been made, whose batch is followed by another.
+
+    Processes meet between the compiling of a round and its first step: what one finds in a cache
+    another may compile for longer than gloo waits.
+    """
     began, batches, make, asked = threading.Event(), Feed.next, synchronous.make_step, []
+    met, known = [], set()
 
     def next_batch(feed):
         asked.append(feed)
@@ -101,6 +107,7 @@ def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch
 
             def compiled():
                 assert round == 0 or began.wait(60), f"round {round} is compiled before step 0"
+                known.add(round)
                 return lowered.compile()
 
             return SimpleNamespace(compile=compiled)
@@ -109,7 +116,9 @@ def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch
 
     monkeypatch.setattr(Feed, "next", next_batch)
     monkeypatch.setattr(synchronous, "make_step", make_gated)
-    tiny.run(tiny.waves(schedule="ring"), tmp_path)
+    monkeypatch.setattr(watch, "meet", lambda timeout_s: met.append(len(known)))
+    tiny.run(tiny.waves(schedule="one_peer_exp"), tmp_path)
+    assert len(met) == len(known) == 2 and met[0] >= 1
     assert tiny.summary(tmp_path)["steps"] == tiny.rows(tmp_path)[-1]["step"]
 
 

@@ -10,6 +10,7 @@ unless this thread is faster. The supervisor counts both as survivors.
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing
 import os
 import sys
@@ -38,6 +39,7 @@ _AT_THE_END_S = 300  # for processes that finish; jax's own limit
 _OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 
 _watch: "_Watch | None" = None  # of this process
+_meetings = itertools.count()
 
 
 class _Watch(threading.Thread):
@@ -106,6 +108,21 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
     _watch.start()
     atexit.register(_watch.leave_together, _AT_THE_END_S)
     sys.excepthook = _leave_after_a_traceback
+
+
+def meet(timeout_s: float) -> None:
+    """Wait until all processes are here; they come equally often. A process alone goes on.
+
+    It belongs between compiling and running what exchanges something. gloo gives the slower one
+    30 s to connect, and where a run goes on, process 0 may find its programs in jax's cache while
+    the others compile theirs for minutes. Only jax's service takes part, and no device.
+
+    Raises:
+      jax.errors.JaxRuntimeError: one did not come within ``timeout_s`` seconds.
+    """
+    if global_state.client is not None:
+        name = f"decent_jax: meeting {next(_meetings)}"
+        global_state.client.wait_at_barrier(name, round(1000 * timeout_s))
 
 
 @contextlib.contextmanager

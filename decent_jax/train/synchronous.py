@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
-from decent_jax.cluster.watch import lost_peers_told
+from decent_jax.cluster import watch
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes, format_duration, format_number
 from decent_jax.train import algorithm, loop, xla
@@ -40,7 +40,7 @@ TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 check = config_lib.check  # this room is the first of `decent_jax.train.config.trainer_of`
 
 
-@lost_peers_told()
+@watch.lost_peers_told()
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """See `decent_jax.train.run`."""
     with open_experiment(config, workdir) as (experiment, work):
@@ -49,7 +49,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             return loop.train(runner, work)
 
 
-@lost_peers_told()
+@watch.lost_peers_told()
 def dry_run(config: ConfigDict) -> None:
     """See `decent_jax.train.dry_run`."""
     with (
@@ -373,6 +373,7 @@ class Programs:
         coming = self._coming.pop((rnd, shapes), None)
         with self._clock.of("compiling"), self._work.announce(message):
             compiled = compiled_for(rnd) if coming is None else coming.result()
+            watch.meet(self._experiment.config.cluster.exchange_s)
         first = self.memory is None
         both = filter(None, [self.memory, xla.memory_of(compiled)])
         self.memory = max(both, key=sum, default=None)
