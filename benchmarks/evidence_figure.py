@@ -58,7 +58,7 @@ SHOWN = {
         1,
         "Multi30k: BLEU on the validation set",
         {"accum_adam": "one_peer_exp", "all_reduce": "all_reduce"} | KNOWS_HOSTS,
-        "100mbit",
+        "50mbit",
     ),
 }
 
