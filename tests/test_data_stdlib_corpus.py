@@ -1,5 +1,7 @@
 """The quickstart corpus: quick, cached, without tests, and one folder for many processes."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pydoc_data.topics import topics
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from refusals import refuses
 
+from decent_jax.data import prepared_folder
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.ground.errors import DataError
 
@@ -87,3 +90,37 @@ def test_processes_at_once(tmp_path):
     answers = [run.communicate(timeout=60)[0] for run in runs]
     assert all(run.returncode == 0 for run in runs) and len(set(answers)) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
+    """Another process, which is about to read it, has made it after this one had looked for it."""
+    here, there, looked = tmp_path / "here", tmp_path / "there", []
+
+    def find():
+        looked.append(here)
+        if len(looked) > 1:
+            return token_folder.read_manifest(here)
+        shutil.copytree(there, here)
+        return None
+
+    def make(overwrite):
+        with token_folder.TokenFolderWriter(here, tokenizers.load("bytes"), overwrite=overwrite):
+            raise AssertionError("it replaces the folder of the other")
+
+    wanted = stdlib_corpus.build(there)
+    assert prepared_folder.find_or_make(here, find, make) == wanted
+
+
+def test_a_folder_that_appears_at_the_last_moment_is_kept(tmp_path, monkeypatch):
+    """Between the last look and the renaming of this process's own."""
+    here, there, rename, others = tmp_path / "here", tmp_path / "there", os.rename, []
+
+    def late(source, target):
+        if target == here and not others:
+            shutil.copytree(there, here)
+            others.append(here.stat().st_ino)
+        rename(source, target)
+
+    wanted = stdlib_corpus.build(there)
+    monkeypatch.setattr(os, "rename", late)
+    assert stdlib_corpus.build(here) == wanted and others == [here.stat().st_ino]

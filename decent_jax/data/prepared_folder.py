@@ -61,16 +61,19 @@ def is_whole(folder: str | Path, kind: Kind) -> bool:
 
 
 def find_or_make(
-    find: Callable[[], dict[str, Any] | None], make: Callable[[], dict[str, Any]]
+    out: Path, find: Callable[[], dict[str, Any] | None], make: Callable[[bool], dict[str, Any]]
 ) -> dict[str, Any]:
     """The manifest that `find` returns or, where that is None, `make`.
 
-    Several processes may do this at the same time: one folder wins, all return its manifest.
+    Several processes may do this at the same time: one folder wins, all return its manifest. `make`
+    gets whether it may replace what is at `out`: not a folder that has appeared since `find` looked
+    for it, which another process is about to read.
     """
+    replaceable = out.exists()
     if (manifest := find()) is not None:
         return manifest
     try:
-        return make()
+        return make(replaceable)
     except (DataError, OSError):  # perhaps because another process was faster
         if (manifest := find()) is not None:
             return manifest
@@ -180,6 +183,8 @@ class Draft:
             except OSError:
                 if not self.out.exists():
                     raise
+            if not self.overwrite:  # another process was faster: the check says so
+                continue
             old = _sibling(self.out, "tmp")
             with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
                 os.rename(self.out, old)

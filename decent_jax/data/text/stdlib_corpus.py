@@ -52,13 +52,19 @@ def build(out_dir: str | Path) -> dict[str, Any]:
     out = Path(os.path.abspath(out_dir))
     files = list(_source_files())
     fingerprint = _fingerprint(files)
-    return find_or_make(lambda: _found(out, fingerprint), lambda: _write(out, files, fingerprint))
+    return find_or_make(
+        out,
+        lambda: _found(out, fingerprint),
+        lambda overwrite: _write(out, files, fingerprint, overwrite),
+    )
 
 
-def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> dict[str, Any]:
+def _write(
+    out: Path, files: list[tuple[str, Path, int]], fingerprint: str, overwrite: bool
+) -> dict[str, Any]:
     tokenizer = tokenizers.load("bytes")
     corpus, seen = hashlib.sha256(), set()
-    with token_folder.TokenFolderWriter(out, tokenizer, overwrite=out.exists()) as writer:
+    with token_folder.TokenFolderWriter(out, tokenizer, overwrite=overwrite) as writer:
         for name, text in _documents(files):
             ids = tokenizer.encode(text)
             digest = hashlib.sha256(ids.tobytes()).digest()

@@ -159,14 +159,14 @@ def build(out: str | Path) -> dict[str, Any]:
       DataError: `out` is something else.
     """
     out = Path(os.path.abspath(out))
-    return find_or_make(lambda: _found(out), lambda: _make(out))
+    return find_or_make(out, lambda: _found(out), lambda overwrite: _make(out, overwrite))
 
 
-def _make(out: Path) -> dict[str, Any]:
+def _make(out: Path, overwrite: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         write_files(folder, **_COUNTS, seed=0)
         return prepare_translation.prepare(
-            [folder], out, "en", "de", vocab_size=_VOCAB_SIZE, workers=1, overwrite=True
+            [folder], out, "en", "de", vocab_size=_VOCAB_SIZE, workers=1, overwrite=overwrite
         )
 
 
