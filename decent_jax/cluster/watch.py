@@ -111,11 +111,11 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
 
 
 def meet(timeout_s: float) -> None:
-    """Wait until all processes are here; they come equally often. A process alone goes on.
+    """Wait until every process has called this as often as this one; alone, return at once.
 
-    It belongs between compiling and running what exchanges something. gloo gives the slower one
-    30 s to connect, and where a run goes on, process 0 may find its programs in jax's cache while
-    the others compile theirs for minutes. Only jax's service takes part, and no device.
+    To be called between compiling a program that communicates and running it. gloo gives the slower
+    process 30 s to connect, and when a run is resumed, process 0 may find its programs in jax's
+    cache while the others compile theirs for minutes. Only jax's service takes part, no device.
 
     Raises:
       jax.errors.JaxRuntimeError: one did not come within ``timeout_s`` seconds.

@@ -42,8 +42,8 @@ class Codec:
         """What `encode` and `decode` of an array of this shape draw; None: nothing.
 
         Args:
-          key: another in every step and for every array, and of every sender: replicas round by
-            chances of their own. Only of `decent_jax.gossip.sparse.RandomK` all have the same.
+          key: a different one for every step, array and sender, as replicas have to round
+            independently; for `decent_jax.gossip.sparse.RandomK` the same on all replicas.
           shape: of the array.
         """
         return None
@@ -261,10 +261,10 @@ def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """float32 numbers in [0, 1): a hash of their places, into which the key is mixed.
 
     Rounding by chance needs no more than that, and `jax.random.uniform` took 50 ms for 4M numbers
-    on a core of a CPU, 20 times as long as the rest of their coding; this takes 1 ms. Its bits are
-    not drawn from the key, since XLA for CPUs compiles a draw per array for longer than the rest.
-    The hash is murmur3's finalizer of multiples of the golden ratio, as in SplitMix (Steele et al.
-    2014).
+    on a core of a CPU, 20 times as long as the rest of their coding; this takes 1 ms. The words of
+    the key are the seed as they are: XLA for CPUs would take longer to compile one draw per array
+    than everything else. The hash is murmur3's finalizer of multiples of the golden ratio, as in
+    SplitMix (Steele et al. 2014).
     """
     words = jax.random.key_data(key)
     a = jax.lax.iota(jnp.uint32, math.prod(shape)) * np.uint32(0x9E3779B9) + words[0]
