@@ -117,12 +117,25 @@ def meet(timeout_s: float) -> None:
     process 30 s to connect, and when a run is resumed, process 0 may find its programs in jax's
     cache while the others compile theirs for minutes. Only jax's service takes part, no device.
 
+    Args:
+      timeout_s: seconds to wait for the others, ``cluster.exchange_s``.
+
     Raises:
-      jax.errors.JaxRuntimeError: one did not come within ``timeout_s`` seconds.
+      PeerLost: one did not come in time.
+      jax.errors.JaxRuntimeError: one was lost; see `lost_peers_told`.
     """
-    if global_state.client is not None:
-        name = f"decent_jax: meeting {next(_meetings)}"
+    if global_state.client is None:
+        return
+    name = f"decent_jax: meeting {next(_meetings)}"
+    try:
         global_state.client.wait_at_barrier(name, round(1000 * timeout_s))
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("DEADLINE_EXCEEDED"):
+            raise
+        raise PeerLost(
+            f"some still compile {timeout_s:g} s after this one; a larger cluster.exchange_s gives "
+            "them more time"
+        ) from error
 
 
 @contextlib.contextmanager
