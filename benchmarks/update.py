@@ -12,6 +12,7 @@ guarded     as in training: rejected where a gradient or an update is not finite
 unguarded   the inner optimizer alone, added to the mixed parameters.
 """
 
+import math
 import statistics
 import sys
 import time
@@ -71,8 +72,9 @@ def main(arguments: list[str]) -> None:
 
 
 def arrays_of(parameters: float) -> dict:
-    """The matrices of GPT-2 without biases, with 12 width^2 parameters per layer."""
-    width, layers = 768, max(1, round(parameters / (12 * 768**2)))
+    """The matrices of GPT-2 without biases, with 12 width^2 parameters per layer; one at least."""
+    width = max(1, min(768, math.isqrt(int(parameters / 12))))
+    layers = max(1, round(parameters / (12 * width**2)))
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "norm": (width,)}
     shapes |= {"widen": (width, 4 * width), "narrow": (4 * width, width)}
     keys = iter(jax.random.split(jax.random.key(0), layers * len(shapes)))
