@@ -112,4 +112,17 @@ def test_a_call_that_fails_names_the_error_of_the_method(monkeypatch):
     assert type(lost.value.cause) is ValueError and not lost.value.killed
 
 
-# --- Messages -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_calls_that_have_ended_are_named_at_once(count, monkeypatch):
+    """Ray names as many as were waited for. A peer that ends with others is else taken for lost."""
+    ray = pytest.importorskip("ray")
+    from decent_jax.actors import handles
+
+    def wait(references, num_returns, timeout):
+        assert num_returns == count or timeout == 0
+        over = [one for one in references if one != "r0"][:num_returns]
+        return over, [one for one in references if one not in over]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    calls = {slot: handles.Call(f"r{slot}") for slot in range(4)}
+    assert sorted(handles.Actors().ended(calls, 0.2, count)) == [1, 2, 3]

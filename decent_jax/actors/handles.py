@@ -122,7 +122,7 @@ class Actors:
         return Actor(made.remote(*args))
 
     def ended(self, calls: Mapping[K, Call], seconds: float, count: int = 1) -> list[K]:
-        """Wait until ``count`` of the calls have ended, well or not; those that have.
+        """Wait until ``count`` of the calls have ended, well or not; all that have.
 
         Args:
           seconds: to wait at most.
@@ -130,7 +130,9 @@ class Actors:
         if not calls:
             return []
         references = {call.reference: key for key, call in calls.items()}
-        done, _ = ray.wait(list(references), num_returns=count, timeout=seconds)
+        ray.wait(list(references), num_returns=count, timeout=seconds)
+        # It names no more than ``count`` of them, and others may have ended long before.
+        done, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
         return [references[one] for one in done]
 
     def nodes(self) -> list[Node]:
