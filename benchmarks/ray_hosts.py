@@ -1,13 +1,21 @@
-"""Hosts of benchmarks/hosts.sh with a Ray node in each."""
+"""Start a program on the first of four hosts of benchmarks/hosts.sh that have a Ray node each.
+
+    python benchmarks/ray_hosts.py --mbit 26 --cpus 2 train.py --config configs/quickstart_peers.py
+        --workdir runs/hosts --config.peers.address=10.77.0.1:6391 --config.peers.cpus=1
+
+Hosts and Ray are there while the program runs; SIGTERM and Ctrl-C reach it. Needs root.
+"""
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import commands
 from run_on_hosts import names_of_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,3 +67,29 @@ def environment() -> dict[str, str]:
     own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     own |= {"RAY_raylet_start_wait_time_s": "120"}
     return os.environ | own
+
+
+def main(arguments: list[str]) -> int:
+    parser = commands.parser(__doc__)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--mbit", type=float, default=200.0, help="rate of a link, Mbit/s")
+    parser.add_argument("--cpus", type=int, default=1, help="what Ray reserves on a host at most")
+    parser.add_argument("program", nargs="...", help="a Python file and its flags")
+    parsed = parser.parse_args(arguments)
+    if not parsed.program:
+        parser.error("no program; say which Python file to start, such as train.py")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with hosts(parsed.hosts, parsed.mbit, parsed.cpus):
+        command = inside(names_of_hosts()[0], [sys.executable, *parsed.program])
+        process = subprocess.Popen(command, env=environment())
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the terminal sends it to the program, too
+            return process.wait()
+        finally:
+            process.terminate()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
