@@ -113,9 +113,9 @@ def _rates() -> Iterator[Piece]:
 
 
 def _twice_the_rate() -> Iterator[Piece]:
-    """The best rate of the grid of CIFAR-10, for the length and a seed of the main arms."""
+    """The best rate of the grid of CIFAR-10, for the length and the seeds of the main arms."""
     own = {"epochs": FULL, "learning_rate": 0.2}
-    yield from (piece(arm, 0, "-twice_the_rate", **own) for arm in MAIN)
+    yield from (piece(arm, seed, "-twice_the_rate", **own) for seed in range(3) for arm in MAIN)
 
 
 def _multi30k_main() -> Iterator[Piece]:
