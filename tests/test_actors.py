@@ -114,7 +114,7 @@ def test_a_call_that_fails_names_the_error_of_the_method(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_all_calls_that_have_ended_are_named_at_once(count, monkeypatch):
-    """Ray names as many as were waited for. A peer that ends with others is else taken for lost."""
+    """Ray names as many as were waited for; peers that end together would be taken for lost."""
     ray = pytest.importorskip("ray")
     from decent_jax.actors import handles
 

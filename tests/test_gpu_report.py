@@ -34,6 +34,8 @@ def test_a_part_measures_all_that_it_names(report, part, tmp_path):
     assert [row["name"] for row in rows] == NAMES[part]
     assert all(x > 0 for row in rows for name, x in row.items() if name != "name")
     by_name = {row["name"]: row for row in rows}
+    if part == "update":  # 0.1 million numbers are read and written
+        assert by_name["copy"]["gigabytes"] == pytest.approx(2 * 4 * 1e5 / 1e9, rel=0.03)
     if part == "formats":  # of float32: with a number per row of 768 and more
         sent = [by_name[name]["gigabytes"] for name in ("bfloat16", "int8", "int4")]
         assert [sent[0] / x for x in sent] == pytest.approx([1, 2, 4], rel=0.02)
