@@ -164,11 +164,19 @@ def table(records: Sequence[Record], task: str) -> str:
             spread([record.value for record in own], form),
             "" if is_baseline else spread(gaps(runs, setting, arm), "+" + form),
             spread([record.summary["final"]["eval/consensus_distance"] for record in own], ".2g"),
-            spread([record.summary["training_seconds"] / 60 for record in own], ".1f")
-            + f", {', '.join(dict.fromkeys(record.summary['devices'] for record in own))}",
+            minutes(own),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def minutes(own: Sequence[Record]) -> str:
+    """How long the seeds trained, of each device."""
+    found: dict[str, list[float]] = {}
+    for record in own:
+        seconds = record.summary["training_seconds"]
+        found.setdefault(record.summary["devices"], []).append(seconds / 60)
+    return "; ".join(f"{spread(each, '.1f')}, {device}" for device, each in found.items())
 
 
 # --- The figure ----------------------------------------------------------------------------------

@@ -300,8 +300,8 @@ def write_record(folder, config, changes, final, rows=(), **entries):
     (folder / name).mkdir(parents=True)
     lines = [json.dumps({"step": step, metric: value}) + "\n" for step, metric, value in rows]
     (folder / name / "metrics.jsonl").write_text("".join(lines))
-    summary = {"config": config, "changes": changes, "training_seconds": 7200.0} | entries
-    summary["devices"] = "1 x cpu"
+    summary = {"config": config, "changes": changes, "training_seconds": 7200.0}
+    summary |= {"devices": "1 x cpu"} | entries
     summary["final"] = {"eval/consensus_distance": 0.25, "eval/loss": 1.0} | final
     (folder / name / "summary.json").write_text(json.dumps(summary))
 
@@ -338,6 +338,15 @@ def test_means_standard_deviations_and_gaps_of_common_seeds(records):
     assert gossip[2:5] == ["0, 1", "90.50 ± 2.12", "+0.00 ± 1.41"]
     assert cells(records, "multi30k_en_de")[0][3] == "35.50"
     assert cells(records, "us_gov_web_text")[1][3:5] == ["2.940", "-0.060"]
+
+
+def test_minutes_are_averaged_over_the_seeds_of_a_device(tmp_path):
+    """A GPU's minutes say nothing of a CPU's."""
+    for seed, (minutes, device) in enumerate([(80, "cpu"), (90, "cpu"), (6, "H100")]):
+        changes, took = {"seed": seed}, {"training_seconds": 60.0 * minutes, "devices": device}
+        write_record(tmp_path, "cifar10:ring", changes, {"eval/top1": 0.5}, **took)
+    (row,) = cells(figure.load(tmp_path), "cifar10")
+    assert row[-1] == "85.0 ± 7.1, cpu; 6.0, H100"
 
 
 def test_the_curves_of_the_figure(records):
