@@ -13,6 +13,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from decent_jax import replicas, tasks
+from decent_jax.cluster import watch
 from decent_jax.data import loader
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
@@ -83,6 +84,7 @@ class Variant:
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
         self.units = config.batch_size * parts.task.units_per_example  # a step, over all replicas
         self.seconds: list[float] = []
+        watch.meet(config.cluster.exchange_s)
         self.run(sum(count for count, _ in self._given) + 1)
         self.seconds.clear()
 
