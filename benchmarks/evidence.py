@@ -88,6 +88,7 @@ def pieces() -> list[Piece]:
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
 ADAM = ("cifar10:accum_adam", "cifar10:all_reduce_adam")
 ADAM_ARMS = ("accum_adam", "all_reduce")  # of Multi30k and of the language model
+MUON_ARMS = ("muon", "gossiped_muon", "sparseloco_muon")  # of the language model
 FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
 # Learning rates, with a seed that nothing else has; the second of each is that of the config.
 GRIDS = {"cifar10": (0.05, 0.1, 0.2), "us_gov_web_text": (0.001, 0.002, 0.004, 0.008)}
@@ -141,7 +142,7 @@ def _different_data() -> Iterator[Piece]:
 def _language() -> Iterator[Piece]:
     for seed in range(2):
         yield from (piece(f"us_gov_web_text:{arm}", seed) for arm in ADAM_ARMS)
-    yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in ("muon", "sparseloco_muon"))
+    yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in MUON_ARMS)
 
 
 def _gossiped_momentum() -> Iterator[Piece]:
