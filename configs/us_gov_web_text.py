@@ -19,7 +19,7 @@ Hardware: 2 cores. Result: see docs/results.md.
 
 from decent_jax import train
 
-# Rate and b2, which is that of the embeddings, were best with a small model: see docs/results.md.
+# Rate and b2, that of the embeddings, were best for `muon` with a small model: docs/results.md.
 MUON = {"optimizer.name": "muon", "learning_rate": 0.032, "optimizer.b2": 0.999}
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
