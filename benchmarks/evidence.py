@@ -81,7 +81,7 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
-    of_tasks += [*_gossiped_momentum(), *_slow_links(), *_rates(), *_twice_the_rate()]
+    of_tasks += [*_slow_links(), *_rates(), *_twice_the_rate()]
     return [*of_tasks, *_inverse_sqrt(), *_the_rest()]
 
 
@@ -90,10 +90,9 @@ ADAM = ("cifar10:accum_adam", "cifar10:all_reduce_adam")
 ADAM_ARMS = ("accum_adam", "all_reduce")  # of Multi30k and of the language model
 MUON_ARMS = ("muon", "gossiped_muon", "sparseloco_muon")  # of the language model
 FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
-# Learning rates, with a seed that nothing else has; the second of each is that of the config.
-GRIDS = {"cifar10": (0.05, 0.1, 0.2), "us_gov_web_text": (0.001, 0.002, 0.004, 0.008)}
-GRID_SEED = 100
-BEST_RATE = 0.2  # of the grid of CIFAR-10
+RATES = (0.05, 0.1, 0.2)  # a grid for CIFAR-10; the second is that of the config
+GRID_SEED = 100  # which nothing else has
+BEST_RATE = 0.2
 
 
 def _cifar10_main() -> Iterator[Piece]:
@@ -103,26 +102,20 @@ def _cifar10_main() -> Iterator[Piece]:
 
 
 def _rates() -> Iterator[Piece]:
-    """Grids of learning rates for gossip and all-reduce, as noise moves the best one.
+    """A grid of learning rates for gossip and all-reduce, as noise moves the best one.
 
-    And at the best one of CIFAR-10, where gossip is furthest behind, arms whose replicas stay
-    nearer to each other.
+    And at the best one, where gossip is furthest behind, arms whose replicas stay nearer to each
+    other.
     """
-    for task, rates in GRIDS.items():
-        arms = MAIN if task == "cifar10" else [f"{task}:{arm}" for arm in ADAM_ARMS]
-        short = {"epochs": SHORTEST} if task == "cifar10" else {}
-        yield from (
-            piece(arm, GRID_SEED, f"-rate{rate:g}", **short, learning_rate=rate)
-            for rate in rates
-            for arm in arms
-        )
-    best = {"epochs": SHORTEST, "learning_rate": BEST_RATE}
     nearer = ("cifar10:gossiped_momentum", "cifar10:alternating_exp_ring")
-    yield from (piece(arm, GRID_SEED, f"-rate{BEST_RATE:g}", **best) for arm in nearer)
+    for rate in RATES:
+        own = {"epochs": SHORTEST, "learning_rate": rate}
+        arms = (*MAIN, *nearer) if rate == BEST_RATE else MAIN
+        yield from (piece(arm, GRID_SEED, f"-rate{rate:g}", **own) for arm in arms)
 
 
 def _twice_the_rate() -> Iterator[Piece]:
-    """The best rate of the grid of CIFAR-10, for the length and the seeds of the main arms.
+    """The best rate of the grid, for the length and the seeds of the main arms.
 
     And with what brings gossip nearer to all-reduce in the grid.
     """
@@ -146,16 +139,11 @@ def _different_data() -> Iterator[Piece]:
 
 
 def _language() -> Iterator[Piece]:
+    """Adam's, Muon's, and Adam whose first moment is averaged, too: gradients are mostly noise."""
     for seed in range(2):
         yield from (piece(f"us_gov_web_text:{arm}", seed) for arm in ADAM_ARMS)
     yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in MUON_ARMS)
-
-
-def _gossiped_momentum() -> Iterator[Piece]:
-    """Adam whose first moment is averaged like the parameters: where gradients are mostly noise."""
-    tasks = {"us_gov_web_text": 2, "multi30k_en_de": 3}
-    for task, seeds in tasks.items():
-        yield from (piece(f"{task}:gossiped_momentum", seed) for seed in range(seeds))
+    yield from (piece("us_gov_web_text:gossiped_momentum", seed) for seed in range(2))
 
 
 def _inverse_sqrt() -> Iterator[Piece]:
@@ -180,8 +168,7 @@ def _the_rest() -> Iterator[Piece]:
     """Adam, other arms beside an all-reduce as long, peers, other budgets."""
     yield from (piece(arm, seed, epochs=SHORT) for seed in range(2) for arm in ADAM)
     yield from (piece(arm, 0, epochs=SHORT) for arm in MAIN)
-    others = ("alternating_exp_ring", "hypercube", "ring", "base_graph")
-    others += ("swarm", "noloco", "sparseloco")
+    others = ("hypercube", "ring", "base_graph", "swarm", "noloco", "sparseloco")
     yield from (piece(f"cifar10:{arm}", 0, epochs=SHORT) for arm in others)
     yield piece("multi30k_en_de:swarm", 0)
     yield piece("multi30k_en_de:peers", 0)

@@ -153,7 +153,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     assert "another one takes its place" in words_of(workdir, "1")
     assert "peer 1 has lagged too far behind; 2 go on" in process.words.read_text()
     # One leaves in good order.
-    peers["2"].terminate()
+    actors(process)["2"].terminate()
     until(lambda: "peer 2 has left" in process.words.read_text(), process)
     children = children_of(process)
     process.send_signal(signal.SIGINT)
