@@ -107,10 +107,11 @@ def _rates() -> Iterator[Piece]:
     And at the best one, where gossip is furthest behind, arms whose replicas stay nearer to each
     other.
     """
-    nearer = ("cifar10:gossiped_momentum", "cifar10:alternating_exp_ring")
+    nearer = ("momentum_sgd_then", "gossiped_momentum", "alternating_exp_ring")
+    at_best = (*MAIN, *(f"cifar10:{arm}" for arm in nearer))
     for rate in RATES:
         own = {"epochs": SHORTEST, "learning_rate": rate}
-        arms = (*MAIN, *nearer) if rate == BEST_RATE else MAIN
+        arms = at_best if rate == BEST_RATE else MAIN
         yield from (piece(arm, GRID_SEED, f"-rate{rate:g}", **own) for arm in arms)
 
 

@@ -30,6 +30,7 @@ ADAM = {
 ARMS = {
     "all_reduce": SGD | {"algorithm": "all_reduce"},
     "momentum_sgd": SGD,
+    "momentum_sgd_then": SGD | {"combine": "then"},
     "alternating_exp_ring": SGD | {"schedule": "alternating_exp_ring", "local_size": 2},
     "hypercube": SGD | {"schedule": "hypercube"},
     "ring": SGD | {"schedule": "ring"},
