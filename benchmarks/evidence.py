@@ -121,9 +121,9 @@ def _twice_the_rate() -> Iterator[Piece]:
     And with what brings gossip nearer to all-reduce in the grid.
     """
     own = {"epochs": FULL, "learning_rate": BEST_RATE}
-    yield from (piece(arm, seed, "-twice_the_rate", **own) for seed in range(3) for arm in MAIN)
-    nearer = "cifar10:gossiped_momentum"
-    yield from (piece(nearer, seed, "-twice_the_rate", **own) for seed in range(3))
+    arms = (*MAIN, "cifar10:momentum_sgd_then")
+    yield from (piece(arm, seed, "-twice_the_rate", **own) for seed in range(3) for arm in arms)
+    yield piece("cifar10:gossiped_momentum", 0, "-twice_the_rate", **own)
 
 
 def _multi30k_main() -> Iterator[Piece]:
