@@ -4,11 +4,12 @@
 
 Prints, for docs/results.md, Markdown tables of every arm: mean and standard deviation over its
 seeds, of the consensus model at the end. The gap of an arm is its mean difference to all-reduce
-with the same optimizer, length, data and seeds, with the standard deviation over the seeds. The
-figure has a panel for whatever there are records of: accuracy on CIFAR-10 against epochs and BLEU
-on Multi30k against steps, and both against the time of these steps on slow links, which
-DIR/step_times.jsonl has, made by step_time.py; the gap on CIFAR-10 against the length of the
-training; how far the language model's loss is above all-reduce's.
+with the same optimizer, length, data and seeds, with the standard deviation over the seeds. Steps
+to 80% or to 30 BLEU are on a straight line between two evaluations. The figure has a panel for
+whatever there are records of: accuracy on CIFAR-10 against epochs and BLEU on Multi30k against
+steps, and both against the time of these steps on slow links, which DIR/step_times.jsonl has, made
+by step_time.py; the gap on CIFAR-10 against the length of the training; how far the language
+model's loss is above all-reduce's.
 """
 
 import json
@@ -39,6 +40,7 @@ class Shown(NamedTuple):
 
     metric: str
     factor: float
+    goal: float
     title: str
     algorithms: Mapping[str, str]  # {arm: whose step times are its own}
     network: str
@@ -49,6 +51,7 @@ SHOWN = {
     "cifar10": Shown(
         "eval/top1",
         100,
+        80,
         "CIFAR-10: top-1 of the consensus model, %",
         {"momentum_sgd": "one_peer_exp", "all_reduce": "all_reduce"} | KNOWS_HOSTS,
         "26mbit",
@@ -56,6 +59,7 @@ SHOWN = {
     "multi30k_en_de": Shown(
         "eval/bleu",
         1,
+        30,
         "Multi30k: BLEU on the validation set",
         {"accum_adam": "one_peer_exp", "all_reduce": "all_reduce"} | KNOWS_HOSTS,
         "50mbit",
@@ -98,6 +102,18 @@ class Record(NamedTuple):
         """Steps and values of a metric."""
         rows = [row for row in self.rows if name in row]
         return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
+
+    def steps_to_goal(self) -> float | None:
+        """The first step, between two evaluations, at which its task's goal is reached."""
+        if self.task not in SHOWN:
+            return None
+        shown = SHOWN[self.task]
+        steps, values = self.series(shown.metric)
+        reached = np.flatnonzero(shown.factor * values >= shown.goal)
+        if not len(reached):
+            return None
+        around = slice(max(0, reached[0] - 1), reached[0] + 1)
+        return float(np.interp(shown.goal, shown.factor * values[around], steps[around]))
 
 
 def load(folder: Path) -> list[Record]:
@@ -152,8 +168,9 @@ def table(records: Sequence[Record], task: str) -> str:
     runs, unit = arms(records, task), TASKS[task][2]
     form = ".3f" if task == "us_gov_web_text" else ".2f"
     lines = [
-        f"| arm | setting | seeds | {unit} | gap | consensus distance | minutes, on |",
-        "|---" * 7 + "|",
+        f"| arm | setting | seeds | {unit} | gap | consensus distance | steps to 80% or 30 BLEU "
+        "| minutes, on |",
+        "|---" * 8 + "|",
     ]
     for (setting, arm), own in runs.items():
         is_baseline = arm.startswith("all_reduce")
@@ -164,10 +181,20 @@ def table(records: Sequence[Record], task: str) -> str:
             spread([record.value for record in own], form),
             "" if is_baseline else spread(gaps(runs, setting, arm), "+" + form),
             spread([record.summary["final"]["eval/consensus_distance"] for record in own], ".2g"),
+            steps_to_goal(own),
             minutes(own),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def steps_to_goal(own: Sequence[Record]) -> str:
+    """Their mean, and those of the seeds; empty if one of them did not reach it."""
+    steps = [reached for record in own if (reached := record.steps_to_goal()) is not None]
+    if len(steps) < len(own):
+        return ""
+    each = f" ({', '.join(f'{x:.0f}' for x in steps)})" if len(steps) > 1 else ""
+    return f"{statistics.mean(steps):.0f}{each}"
 
 
 def minutes(own: Sequence[Record]) -> str:
