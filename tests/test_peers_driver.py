@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 
 import noise_task
@@ -223,6 +224,14 @@ class Reporting(Trainee):
         return super().train()
 
 
+class Dead(Trainee):
+    """It dies at once."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ends = Lost(RuntimeError("no memory"), killed=False)
+
+
 class Stopped(Reporting):
     """Somebody interrupts `train.py` while it trains, and it does not end."""
 
@@ -275,6 +284,17 @@ def driven(folder, kind, **times):
     with peer_run.open_run(config, folder) as (experiment, work):
         work.config = config
         yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}), "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "start_s", "why"), [(Trainee, 1e-3, "start_s (0.001 s)"), (Dead, 60.0, "has gone")]
+)
+def test_where_no_peer_trains_the_reason_is_said(kind, start_s, why, tmp_path):
+    """It takes too long to compile, or it cannot."""
+    with driven(tmp_path, kind, start_s=start_s, restarts=1) as driver:
+        with pytest.raises(TrainingFailed, match=re.escape(why)) as failed:
+            driver.run()
+        assert str(tmp_path / "peers" / "*" / "log.txt") in str(failed.value)
 
 
 def test_an_interrupted_run_says_how_many_peers_have_not_saved(tmp_path):

@@ -240,15 +240,18 @@ class Driver:
     def _begin(self, address: connections.Address) -> None:
         """Start the peers, and wait for the first that trains."""
         crew, seconds = self.crew, self.config.peers.start_s
+        logs = f"{self.work.path}/{FOLDER}/*/log.txt"
         with self.work.announce(f"starting {peer_run.count_of(self.config)} peers"):
             crew.begin(address)
             ends = time.monotonic() + seconds
             while not crew.ended and not any(one["ready"] for one in crew.look().values()):
                 crew.collect()
-                if not (crew.live or crew.ended) or time.monotonic() > ends:
+                if not (crew.live or crew.ended):
+                    raise TrainingFailed(f"every peer has gone before one trained: see {logs}")
+                if time.monotonic() > ends:
                     raise TrainingFailed(
-                        f"no peer has begun to train within peers.start_s "
-                        f"({seconds:g} s): {self.work.path}/{FOLDER}/*/log.txt"
+                        f"no peer has begun to train within peers.start_s ({seconds:g} s); give "
+                        f"them longer if they still compile: see {logs}"
                     )
 
     def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
