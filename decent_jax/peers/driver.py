@@ -247,7 +247,7 @@ class Driver:
             while not crew.ended and not any(one["ready"] for one in crew.look().values()):
                 crew.collect()
                 if not (crew.live or crew.ended):
-                    raise TrainingFailed(f"every peer has gone before one trained: see {logs}")
+                    raise TrainingFailed(f"all peers ended before any of them trained: see {logs}")
                 if time.monotonic() > ends:
                     raise TrainingFailed(
                         f"no peer has begun to train within peers.start_s ({seconds:g} s); give "
