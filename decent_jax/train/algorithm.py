@@ -176,6 +176,8 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     sent, by_node, state = map(format_bytes, (cost.sent_a_step, cost.sent_by_node, cost.state))
     name = config.optimizer.name
     over = f" with {name}" if is_dotted(name) else ""
+    if schedule.num_replicas == 1:  # a peer's, too: what peers send is not part of a step
+        return f"{config.algorithm}{over}: a replica keeps {state} of parameters and optimizer"
     if config.algorithm != "all_reduce":
         over += f" over {schedule.name}"
     node = ""
