@@ -186,6 +186,7 @@ def test_an_asker_that_comes_too_late_averages_no_more_than_its_partner():
     assert other.settle(offer.meeting, understood) is False
     one.close(offer.meeting, False)
     assert one.take() == other.take() == []
+    assert one.counts["lost"] == 1 and not one.counts["not_understood"]
 
 
 def test_a_question_that_cannot_be_encoded_leaves_no_meeting_under_way():

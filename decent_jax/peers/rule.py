@@ -358,7 +358,8 @@ class Meetings:
             # one failure would cause others.
             self._y *= GROW
         if not both or begun.met is None:
-            self.counts["not_understood"] += 1
+            understood = begun.met is not None and begun.heard_by_them
+            self.counts["lost" if understood else "not_understood"] += 1  # lost: it was too late
             return False
         self._y = max(SLACK * begun.apart, SHRINK * self._y)
         self.counts["met"] += 1
