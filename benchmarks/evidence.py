@@ -90,7 +90,7 @@ ADAM = ("cifar10:accum_adam", "cifar10:all_reduce_adam")
 ADAM_ARMS = ("accum_adam", "all_reduce")  # of Multi30k and of the language model
 MUON_ARMS = ("muon", "gossiped_muon", "sparseloco_muon")  # of the language model
 FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
-RATES = (0.05, 0.1, 0.2, 0.4)  # a grid for CIFAR-10; the second is that of the config
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)  # a grid for CIFAR-10; the second is that of the config
 GRID_SEED = 100  # which nothing else has
 BEST_RATE = 0.2
 
