@@ -81,7 +81,7 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
-    of_tasks += [*_slow_links(), *_rates(), *_twice_the_rate()]
+    of_tasks += [*_slow_links(), *_rates(), *_higher_rates()]
     return [*of_tasks, *_inverse_sqrt(), *_the_rest()]
 
 
@@ -92,7 +92,7 @@ MUON_ARMS = ("muon", "gossiped_muon", "sparseloco_muon")  # of the language mode
 FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)  # a grid for CIFAR-10; the second is that of the config
 GRID_SEED = 100  # which nothing else has
-BEST_RATE = 0.2
+TWICE, FOUR_TIMES = 0.2, 0.4  # rates at which the main arms are trained in full, too
 
 
 def _cifar10_main() -> Iterator[Piece]:
@@ -104,26 +104,25 @@ def _cifar10_main() -> Iterator[Piece]:
 def _rates() -> Iterator[Piece]:
     """A grid of learning rates for gossip and all-reduce, as noise moves the best one.
 
-    And at the best one, where gossip is furthest behind, arms whose replicas stay nearer to each
-    other.
+    And at twice the config's, where gossip is furthest behind, arms whose replicas stay nearer to
+    each other.
     """
     nearer = ("momentum_sgd_then", "gossiped_momentum", "alternating_exp_ring")
-    at_best = (*MAIN, *(f"cifar10:{arm}" for arm in nearer))
+    at_twice = (*MAIN, *(f"cifar10:{arm}" for arm in nearer))
     for rate in RATES:
         own = {"epochs": SHORTEST, "learning_rate": rate}
-        arms = at_best if rate == BEST_RATE else MAIN
+        arms = at_twice if rate == TWICE else MAIN
         yield from (piece(arm, GRID_SEED, f"-rate{rate:g}", **own) for arm in arms)
 
 
-def _twice_the_rate() -> Iterator[Piece]:
-    """The best rate of the grid, for the length and the seeds of the main arms.
-
-    And with what brings gossip nearer to all-reduce in the grid.
-    """
-    own = {"epochs": FULL, "learning_rate": BEST_RATE}
+def _higher_rates() -> Iterator[Piece]:
+    """Higher rates, for the length and seeds of the main arms and of what is nearer in the grid."""
     arms = (*MAIN, "cifar10:momentum_sgd_then")
-    yield from (piece(arm, seed, "-twice_the_rate", **own) for seed in range(3) for arm in arms)
-    yield piece("cifar10:gossiped_momentum", 0, "-twice_the_rate", **own)
+    for label, rate in ("-twice_the_rate", TWICE), ("-four_times_the_rate", FOUR_TIMES):
+        own = {"epochs": FULL, "learning_rate": rate}
+        yield from (piece(arm, seed, label, **own) for seed in range(3) for arm in arms)
+    twice = {"epochs": FULL, "learning_rate": TWICE}
+    yield piece("cifar10:gossiped_momentum", 0, "-twice_the_rate", **twice)
 
 
 def _multi30k_main() -> Iterator[Piece]:
