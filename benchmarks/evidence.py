@@ -121,8 +121,8 @@ def _higher_rates() -> Iterator[Piece]:
     for label, rate in ("-twice_the_rate", TWICE), ("-four_times_the_rate", FOUR_TIMES):
         own = {"epochs": FULL, "learning_rate": rate}
         yield from (piece(arm, seed, label, **own) for seed in range(3) for arm in arms)
-    twice = {"epochs": FULL, "learning_rate": TWICE}
-    yield piece("cifar10:gossiped_momentum", 0, "-twice_the_rate", **twice)
+        if rate == TWICE:
+            yield piece("cifar10:gossiped_momentum", 0, label, **own)
 
 
 def _multi30k_main() -> Iterator[Piece]:

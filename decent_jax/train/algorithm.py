@@ -172,7 +172,13 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
 
 
 def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
-    """What the algorithm sends and keeps, in one sentence for the start of a run."""
+    """What the algorithm sends and keeps, in one sentence for the start of a run.
+
+    >>> from decent_jax import topology
+    >>> config = ConfigDict({"algorithm": "swarm", "optimizer": {"name": ""}})
+    >>> describe(config, topology.make("one_peer_exp", 1), Cost(0, 0, 8_000_000, 1))
+    'swarm: a replica keeps 8.00 MB of parameters and optimizer'
+    """
     sent, by_node, state = map(format_bytes, (cost.sent_a_step, cost.sent_by_node, cost.state))
     name = config.optimizer.name
     over = f" with {name}" if is_dotted(name) else ""
