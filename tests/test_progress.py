@@ -73,6 +73,12 @@ def test_the_time_left_counts_neither_earlier_sessions_nor_waits(clock):
     assert [row.rpartition("  ")[2] for row in rows] == ["08:10 left", "08:00 left"]
 
 
+def test_a_run_whose_end_nobody_knows_has_no_time_left():
+    with file() as lines, Progress(None) as shown:
+        shown.update(120, {"loss": 2.41312})
+    assert lines() == ["step 120  loss 2.413"]
+
+
 def test_a_wait_says_what_it_was_for_and_how_it_ended():
     with file() as lines, announce("compiling"):
         pass

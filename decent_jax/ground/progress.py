@@ -78,12 +78,12 @@ class Progress:
     """Shows how far a run is, its numbers, and the time left, which waits do not count in.
 
     Args:
-      total_steps: the step at which the run ends.
+      total_steps: the step at which the run ends; None: not known, then no time left is shown.
       start_step: steps that an earlier session has done (a resumed run).
       quiet: show nothing; for every process but the first.
     """
 
-    def __init__(self, total_steps: int, start_step: int = 0, quiet: bool = False):
+    def __init__(self, total_steps: int | None, start_step: int = 0, quiet: bool = False):
         self._quiet = quiet
         self._has_bar = sys.stderr.isatty() or issubclass(auto.tqdm, notebook.tqdm_notebook)
         self._bar = (auto.tqdm if self._has_bar else _Hidden)(
@@ -107,13 +107,15 @@ class Progress:
         self._bar.update(step - self._bar.n)
         if not metrics:
             return
-        shown = dict(self._bar.format_dict, bar_format="{remaining} left")
-        left = self._bar.format_meter(**shown)
         numbers = [_named(name, value) for name, value in metrics.items()]
+        where, left = f"step {step}", []
+        if self._bar.total is not None:
+            shown = dict(self._bar.format_dict, bar_format="{remaining} left")
+            where, left = f"{where}/{self._bar.total}", [self._bar.format_meter(**shown)]
         if self._has_bar:  # the first words survive on a narrow terminal
-            self._bar.set_postfix_str("  ".join([left, *numbers]))
+            self._bar.set_postfix_str("  ".join([*left, *numbers]))
         else:
-            self.note("  ".join([f"step {step}/{self._bar.total}", *numbers, left]))
+            self.note("  ".join([where, *numbers, *left]))
 
     def note(self, message: str) -> None:
         """Print a line, above the bar if there is one."""

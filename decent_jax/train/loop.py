@@ -34,8 +34,8 @@ class Runner(Protocol):
       experiment: what is trained.
       checkpoints: on disk, as `decent_jax.train.checkpoint.Checkpointer`.
       state: what they save; None where they know it themselves.
-      evaluates: whether it evaluates and accounts for the time of the run, or leaves that to
-        another process.
+      evaluates: whether it evaluates, accounts for the time of the run and says how much is left,
+        or leaves that to another process.
       peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: not known.
       copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
       traffic: what this process measures of its messages, `decent_jax.train.traffic.Traffic`.
@@ -131,7 +131,7 @@ def train(
             work.say(f"the run has already ended: {start} of {experiment.steps} steps are done")
         with (
             work.open_metrics(start) as writer,
-            work.show_progress(steps, start) as progress,
+            work.show_progress(steps if runner.evaluates else None, start) as progress,
             signals or Signals() as signals,
             runner.training(start, saver.steps_ahead, clock),
         ):

@@ -117,8 +117,8 @@ class Workdir:
         self._accepted = True
 
     @contextlib.contextmanager
-    def show_progress(self, steps: int, start: int) -> Iterator[Progress]:
-        """A context with a `Progress` bar from ``start`` to ``steps``."""
+    def show_progress(self, steps: int | None, start: int) -> Iterator[Progress]:
+        """A context with a `Progress` bar from ``start`` to ``steps``; None: not known."""
         with Progress(steps, start, quiet=self.quiet) as self.progress:
             try:
                 yield self.progress
