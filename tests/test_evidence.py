@@ -97,6 +97,15 @@ def test_the_grid_of_rates_has_a_seed_that_nothing_else_has():
     assert len(seeds) == 1 and not seeds & others
 
 
+def test_the_records_are_of_runs_of_the_list_with_the_fields_that_it_has_today():
+    listed = {p.name: [p.config, fields_of(p)] for p in evidence.pieces()}
+    found = {}
+    for path in figure.RECORDS.glob("*/summary.json"):
+        summary = json.loads(path.read_text())
+        found[path.parent.name] = [summary["config"], summary["changes"]]
+    assert found and found == {name: listed.get(name) for name in found}
+
+
 @pytest.mark.parametrize("piece", evidence.pieces(), ids=lambda piece: piece.name)
 def test_every_command_is_a_good_config_but_for_its_data(piece, tmp_path, tiny_data):
     config, workdir = flags.parse(piece.command(tmp_path)[1:])
