@@ -59,7 +59,7 @@ from decent_jax.ground.errors import PEER_LOST, PeerLost
 index, count, heartbeat_s = map(int, sys.argv[2:5])
 end, code = sys.argv[5], 0
 own = dict(coordinator=sys.argv[1], num_processes=count, process_id=index)
-own |= dict(heartbeat_s=heartbeat_s, timeout_s=300, exchange_s=600, rehearse="")
+own |= dict(heartbeat_s=heartbeat_s, timeout_s=300, exchange_s=600)
 config = ConfigDict(dict(cluster=own))
 if end == "1 fails":  # what process 1 waits for in vain
     watch._TOGETHER_S = 2

@@ -4,7 +4,6 @@ import collections
 import os
 import re
 import socket
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from decent_jax.cluster import rehearse, rendezvous, watch
+from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster.supervise import end_with_supervisor
 from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.ground.fields import Changeable, check_rules
@@ -36,9 +35,6 @@ FIELDS = {
     "cluster.timeout_s": Changeable(300, "seconds to wait for all at the start", at_least=1),
     "cluster.heartbeat_s": Changeable(30, "seconds until a silent process is lost", at_least=1),
     "cluster.exchange_s": Changeable(600, "seconds until an exchange fails", at_least=1),
-    "cluster.rehearse": Changeable(
-        "", "rate such as 75mbit, to which tc slows down what each host sends; empty: none"
-    ),
 }
 # The variable that identifies a launcher, and the one that has the number of processes, if any.
 LAUNCHERS = {
@@ -55,7 +51,6 @@ def check(config: ConfigDict) -> None:
     index = range(count) if own.coordinator else (-1,)
     together = bool(own.coordinator) == (count > 0) and own.process_id in index
     alone = "must be from 0 to num_processes - 1, with coordinator, or all three left out"
-    rehearse.check(own.rehearse)
     even = count == 0 or config.num_replicas % count == 0
     check_rules(
         config,
@@ -88,8 +83,6 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
     if jax.distributed.is_initialized():
         return f"process {jax.process_index()} of {jax.process_count()}"
     if not cluster.coordinator and launcher is None:
-        alone = "must be empty in a run of one process, whose messages use no link"
-        check_rules(config, (not cluster.rehearse, rehearse.FIELD, alone))
         return "one process (no coordinator in the config, no launcher detected)"
     place = _place(cluster, launcher)
     check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
@@ -117,9 +110,6 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
         line = str(error).partition("\n")[0]
         raise PeerLost(f"all processes came, but jax could not join them: {line}") from None
     watch.watch(_hosts, cluster.heartbeat_s)
-    if cluster.rehearse:
-        limited = rehearse.slow_down(cluster.rehearse, _hosts, place.index, place.address)
-        print(limited, end="\n" * bool(limited), file=sys.stderr)
     how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
     return f"process {jax.process_index()} of {jax.process_count()} ({how})"
 

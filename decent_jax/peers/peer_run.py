@@ -70,7 +70,6 @@ def check(config: ConfigDict) -> None:
         "noloco.weighted": [False],
         "data.partition": ["iid"],
         "cluster.coordinator": [""],
-        "cluster.rehearse": [""],
         "cluster.plan": [""],
         "pipeline.stages": [0],
         "gamma_power": [0],

@@ -123,7 +123,6 @@ def check(config: ConfigDict) -> None:
         "data.partition": ["iid"],
         "max_consensus_distance": [0],
         "cluster.coordinator": [""],
-        "cluster.rehearse": [""],
         "peers.use": [False],
     }
     fields.check_allowed(config, "pipeline.stages", allowed)
