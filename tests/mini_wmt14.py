@@ -6,10 +6,11 @@ tests; the test sets are the same SGML, which is no proper XML.
 
 import gzip
 import html
+import itertools
 
 from mini_imagenet import tar_bytes
 
-from decent_jax.data.translation import number_words
+from decent_jax.data.translation import number_pairs
 
 _FRENCH = {"ist mehr als": "est plus que", "der Preis beträgt": "le prix est de", "Euro": "euros"}
 SIZES = {"europarl": 160, "commoncrawl": 80, "nc": 60, "un": 50, "giga": 70, "dev": 20, "test": 24}
@@ -19,8 +20,8 @@ def pairs(part, other="de"):
     """[(English, German or something like French), ...] of a part of ``SIZES``."""
     split = {"dev": "val", "test": "test"}.get(part, "train")
     seed = list(SIZES).index(part)
-    found = list(dict.fromkeys(number_words.pairs(split, 4 * SIZES[part], seed=seed)))
-    found = [(f"{en} & “so on”", f"{de} & „so weiter“") for en, de in found[: SIZES[part]]]
+    found = itertools.islice(number_pairs.sentences(split, seed=seed), SIZES[part])
+    found = [(f"{en} & “so on”", f"{de} & „so weiter“") for en, de in found]
     if other == "fr":
         for german, french in _FRENCH.items():
             found = [(en, text.replace(german, french)) for en, text in found]

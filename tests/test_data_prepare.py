@@ -19,7 +19,7 @@ from decent_jax.data import prepared_folder, worker_pool
 from decent_jax.data.images import array_records, prepare_images
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.text import prepare_text, token_folder
-from decent_jax.data.translation import number_words, pair_folder, prepare_translation
+from decent_jax.data.translation import number_pairs, pair_folder, prepare_translation
 from decent_jax.ground.errors import DataError
 
 FOLDERS = {"text": token_folder, "images": array_records, "translation": pair_folder}
@@ -35,7 +35,7 @@ def write_input(kind, folder):
         lines = (json.dumps({"text": f"document {i}"}) + "\n" for i in range(40))
         (folder / "a.jsonl").write_text("".join(lines))
         return [str(folder), "--tokenizer", "bytes", "--val_fraction", "0.3"]
-    number_words.write_files(folder, train=120, val=10, test=10, seed=0)
+    number_pairs.write_files(folder, train=120, val=10, test=10, seed=0)
     return [str(folder), "--source_lang", "en", "--target_lang", "de", "--vocab_size", "300"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from refusals import refuses
 
 from decent_jax.data.translation import pair_folder, sentence_pairs, subwords
-from decent_jax.data.translation.number_words import write_files
+from decent_jax.data.translation.number_pairs import write_files
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.data.translation.prepare_translation import prepare
 from decent_jax.data.translation.subwords import normalise

@@ -16,7 +16,7 @@ from refusals import refused
 
 from decent_jax.commands import export
 from decent_jax.commands import main as command
-from decent_jax.data.translation import number_words
+from decent_jax.data.translation import number_pairs
 from decent_jax.ground import machine
 from decent_jax.ground.command_line import check_replaceable
 
@@ -263,7 +263,7 @@ def prepare_something(kind, folder):
     if kind == "images":
         mini_imagenet.write_folders(folder / "in")
     elif kind == "pairs":
-        number_words.write_files(folder / "in", train=60, val=5, test=5, seed=0)
+        number_pairs.write_files(folder / "in", train=60, val=5, test=5, seed=0)
     else:
         (folder / "in").mkdir()
         lines = (json.dumps({"text": f"document {i}"}) + "\n" for i in range(40))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data.translation import number_words, subwords
+from decent_jax.data.translation import number_pairs, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
@@ -111,7 +111,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation"
     if config.data.path == NUMBERS:
         folder = Path(workdir) / "data"
         with announce("spelling out numbers"):
-            number_words.build(folder)
+            number_pairs.build(folder)
     with announce(f"choosing the shapes of batches of {config.batch_size} tokens"):
         task = Translation(config, folder)
     _keep_vocabulary(task.vocabulary, workdir)
