@@ -223,6 +223,19 @@ def test_averages_past_the_bound_are_repeated_by_a_resumed_run(tmp_path, capsys)
     assert distances[-1] < tiny.rows(free)[-1]["train/consensus_distance_relative"]
 
 
+def test_more_steps_compile_nothing_more(tmp_path, programs):
+    """A function that is jitted anew at every call would be compiled at every call."""
+    changes = {"max_consensus_distance": 1e-3, "eval": {"every": 2}, "checkpoint": {"every": 2}}
+
+    def compiled(steps):
+        programs.clear()
+        tiny.run(config(**changes, steps=steps), tmp_path / f"{steps}")
+        return sorted(programs)
+
+    compiled(3)  # what this process has not yet compiled
+    assert compiled(4) == compiled(12)
+
+
 # --- another number of replicas -------------------------------------------------------------------
 
 

@@ -330,9 +330,11 @@ def test_a_run_ends_with_the_mean_of_the_last_models(tmp_path):
     }
 
 
-def test_peers_are_evaluated_on_their_way(tmp_path):
+def test_peers_are_evaluated_on_their_way(tmp_path, programs):
+    """And the mean that is saved each time is compiled once."""
     with driven(tmp_path, OnItsWay) as driver:
         driver.run()
+    assert programs.count("jit(mean)") == 1
     assert [row["step"] for row in load_run(tmp_path).rows if "eval/loss" in row] == [5, 8]
 
 

@@ -77,6 +77,12 @@ class Whole:
     def __init__(self, config: ConfigDict, experiment: Experiment):
         self._config, self._experiment = config, experiment
         self.template = init(experiment)
+
+        def mean(tree):
+            consensus = replicas.consensus_mean(tree)
+            return experiment.placement.place_all(replicas.broadcast(consensus, 1))
+
+        self._mean = jax.jit(mean)
         self._losses: dict[tuple[int, int], tuple[float, int]] = {}  # of each peer, at the last row
 
     def message_bytes(self) -> int:
@@ -148,13 +154,7 @@ class Whole:
 
     def consensus(self, state: TrainState) -> TrainState:
         """The mean of stacked copies as the state of one replica, for a checkpoint."""
-        place_all = self._experiment.placement.place_all
-
-        @jax.jit
-        def mean(tree):
-            return place_all(replicas.broadcast(replicas.consensus_mean(tree), 1))
-
-        params, model_state = mean((state.params, state.model_state))
+        params, model_state = self._mean((state.params, state.model_state))
         return self.template._replace(params=params, model_state=model_state)
 
 

@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,12 @@ class Synchronous:
 
     def __init__(self, experiment: Experiment, work: Workdir):
         self.experiment, self.work = experiment, work
+        placement = experiment.placement
+
+        def averaged(params, weights):
+            return placement.place_all(replicas.resize(params, placement.num_replicas, weights))
+
+        self._averaged = jax.jit(averaged, donate_argnums=0)
         self.peak = peak(experiment.placement.mesh.devices.flat)
         self.shapes = jax.eval_shape(lambda: init(experiment))
         self.cost = announce_cost(experiment, work, self.shapes)
@@ -165,14 +170,8 @@ class Synchronous:
 
     def average(self) -> None:
         """See `decent_jax.train.loop.Runner`."""
-        placement = self.experiment.placement
-
-        @partial(jax.jit, donate_argnums=0)
-        def averaged(params, weights):
-            return placement.place_all(replicas.resize(params, placement.num_replicas, weights))
-
         weights = optim.consensus_weights(self.state.opt_state)
-        self.state = self.state._replace(params=averaged(self.state.params, weights))
+        self.state = self.state._replace(params=self._averaged(self.state.params, weights))
 
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`."""
