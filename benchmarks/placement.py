@@ -8,7 +8,7 @@ pictures: how the searches converge, and a placement and a schedule drawn on the
 1. Pipeline stages in data-parallel groups, by DT-FM's cost model (8 stages, 8 replicas, 0.65 GB of
    gradients per stage). "random" draws pipelines at random, "plain" is the better of the two
    layouts that list devices in order. "DT-FM" is the result of its authors' search after 5,000
-   candidates (best and mean of 10 seeds; ../shared/networks/README.md). "proved": the cost equals
+   candidates (best and mean of 10 seeds; tests/data/README.md). "proved": the cost equals
    the lower bound of `decent_jax.planner.placement.Problem.lower_bound`.
 2. Gossip of a GPT-2 124M in float32, 64 replicas, nothing hidden behind compute: seconds per round,
    disagreement (the age of the drift between replicas; `decent_jax.planner.gossip_placement`), its

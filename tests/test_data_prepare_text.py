@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datafiles import DATA, gpt2_files
 from refusals import refuses
-from shared import shared
 
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.prepare_text import prepare
@@ -78,22 +78,19 @@ def test_every_format_gives_the_same_documents(tmp_path):
 
 
 def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
-    valid = shared("data/us_gov_web_text/valid.jsonl.gz")
-    bpe = tmp_path / "bpe"
-    tokenizer = tokenizers.load("gpt2", shared("data/gpt2_bpe"))
-    bpe.mkdir()
-    tokenizer.save_files(bpe)
+    posts = DATA / "web_text/posts.jsonl"
+    (tmp_path / "bpe").mkdir()
+    bpe = gpt2_files(tmp_path / "bpe")
     out = tmp_path / "out"
-    prepare([valid], out, tokenizer_path=bpe, val_fraction=0.1)
+    prepare([posts], out, tokenizer_path=bpe, val_fraction=0.3)
     for file in bpe.iterdir():
         file.unlink()
-    with gzip.open(valid, "rt", encoding="utf-8") as file:
-        wanted = [json.loads(line)["text"] for line in file]
+    wanted = [json.loads(line)["text"] for line in posts.read_text("utf-8").splitlines()]
     assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted(wanted)
     ids = np.fromfile(out / "val.bin", "<u2")
     assert ids.max() == 50256 and token_folder.is_whole(out)
     # the same documents are held out whatever the tokenizer
-    prepare([valid], tmp_path / "bytes", "bytes", val_fraction=0.1)
+    prepare([posts], tmp_path / "bytes", "bytes", val_fraction=0.3)
     assert texts_of(tmp_path / "bytes", "val") == texts_of(out, "val")
 
 

@@ -6,10 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
+from datafiles import gpt2_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
-from shared import shared
 
 from decent_jax.data.text import tokenizers
 from decent_jax.data.text.prepare_text import prepare
@@ -18,8 +18,8 @@ from decent_jax.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    return tokenizers.load("gpt2", shared("data/gpt2_bpe"))
+def gpt2(tmp_path_factory):
+    return tokenizers.load("gpt2", gpt2_files(tmp_path_factory.mktemp("gpt2")))
 
 
 @given(st.text())

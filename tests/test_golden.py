@@ -1,4 +1,4 @@
-"""Numbers of real runs of the reference implementation (``../shared/golden``)."""
+"""Numbers of real runs of the reference implementation (``data/golden``)."""
 
 import json
 
@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import SHARED, shared
+from datafiles import DATA
 
 from decent_jax import optim, topology
 
-# Named here because parametrisation happens at collection; the tests skip or fail by `shared`.
-INDEX = SHARED / "golden" / "optimizers.json"
-CASES = json.loads(INDEX.read_text())["cases"] if INDEX.exists() else []
-TRAJECTORIES = SHARED / "golden" / "decent_dp_4_replicas.json"
-RUNS = json.loads(TRAJECTORIES.read_text())["cases"] if TRAJECTORIES.exists() else {}
+GOLDEN = DATA / "golden"
+CASES = json.loads((GOLDEN / "optimizers.json").read_text())["cases"]
+RUNS = json.loads((GOLDEN / "decent_dp_4_replicas.json").read_text())["cases"]
 
 
 def relative_error(got, wanted):
@@ -31,16 +29,10 @@ def make_optimizer(case, mask=None):
     return make(case["lr"], b1, b2, case["eps"], decay, mask, steps)
 
 
-def test_golden_files_are_there():
-    shared("golden/optimizers.json")
-    shared("golden/decent_dp_4_replicas.json")
-    assert len(CASES) > 20 and len(RUNS) == 8
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 3e-6), ("float64", 1e-12)])
 def test_local_optimizers(dtype, limit, x64):
     """All cases side by side in one program."""
-    data = np.load(shared("golden/optimizers.npz"))
+    data = np.load(GOLDEN / "optimizers.npz")
     cases = {case["id"]: case for case in CASES if case["dtype"] == dtype}
     tx = harness.together({key: make_optimizer(case) for key, case in cases.items()})
 
@@ -64,8 +56,8 @@ SCHEDULES = {"one-peer-exp": "hypercube", "alternating-exp-ring": "alternating_e
 
 @pytest.mark.parametrize("name", RUNS)
 def test_decentralized_trajectories(name, x64):
-    """The reference's rounds are none, 1, 3, 4, 5, ... (it skips one); see the golden README."""
-    data = np.load(shared("golden/decent_dp_4_replicas.npz"))
+    """The reference's rounds are none, 1, 3, 4, 5, ... (it skips one); see data/README.md."""
+    data = np.load(GOLDEN / "decent_dp_4_replicas.npz")
     case = RUNS[name]
     schedule = topology.make(
         SCHEDULES.get(case["topology"], case["topology"]), 4, local_size=case["local"]

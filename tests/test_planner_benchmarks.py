@@ -1,15 +1,15 @@
 """Benchmarks of the planner: small forms of two, and Figure 6 of the paper."""
 
+import csv
 import importlib
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from shared import shared
+from datafiles import DATA
 
 from decent_jax import topology
 from decent_jax.planner import network, placement
@@ -101,15 +101,11 @@ MISSES = {("4xA40, 25G Ethernet", 16, figure6.EXP)}
 
 
 def test_the_published_numbers_are_the_references():
-    table = re.findall(
-        r"^\|([^|]*)\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+x \|$",
-        shared("REFERENCE.md").read_text(),
-        re.MULTILINE,
-    )
-    names = (figure6.ALL_REDUCE, figure6.SGP, figure6.EXP, figure6.AER)
-    wanted = [(int(n), *map(float, values)) for _, n, *values in table]
+    with open(DATA / "figure6.csv", newline="") as file:
+        wanted = list(csv.DictReader(file))
     found = [
-        (n, *(cluster.published_ms[name][k] for name in names))
+        {"cluster": cluster.name, "devices": str(n)}
+        | {name: str(values[k]) for name, values in cluster.published_ms.items()}
         for cluster in figure6.CLUSTERS
         for k, n in enumerate(cluster.sizes)
     ]

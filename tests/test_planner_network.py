@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from datafiles import DATA
 from refusals import refuses
-from shared import shared
 
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError
@@ -19,7 +19,7 @@ THREE_GBIT = np.array([[0, 1, 2], [1, 0, 4], [2, 4, 0]]) * BYTES_PER_GBIT
 
 
 def test_presets_are_dtfms_published_matrices():
-    cases = json.loads(shared("networks/dtfm_cases.json").read_text())["cases"]
+    cases = json.loads((DATA / "networks/dtfm_cases.json").read_text())["cases"]
     assert len(cases) == 5
     off_diagonal = ~np.eye(64, dtype=bool)
     cards_gbps = [[25.0] * 8, [5.0] * 8 + [1.25] * 32, [5.0] * 64, [2.0] * 64, [2.0] * 64]
@@ -38,8 +38,8 @@ def test_presets_are_dtfms_published_matrices():
         assert cards.tolist() == cards_gbps[number - 1]
 
 
-def test_the_packaged_region_table_is_the_shared_one():
-    table = json.loads(shared("networks/dtfm_regions.json").read_text())
+def test_the_packaged_region_table_is_dtfms():
+    table = json.loads((DATA / "networks/dtfm_regions.json").read_text())
     network = networks.regions(dict.fromkeys(table["ten_region_order"], 2))
     first = np.arange(10) * 2
     wanted_ms, wanted_gbps = (

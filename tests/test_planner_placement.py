@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
+from datafiles import DATA
 from refusals import refuses
-from shared import shared
 
 from decent_jax.planner import network as networks
 from decent_jax.planner import search
@@ -49,7 +49,7 @@ def brute_force(network, job):
 
 @pytest.fixture(scope="module")
 def published():
-    return json.loads(shared("networks/dtfm_cases.json").read_text())
+    return json.loads((DATA / "networks/dtfm_cases.json").read_text())
 
 
 def case(number):

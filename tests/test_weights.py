@@ -1,7 +1,7 @@
 """Our GPT-2 against Hugging Face's, and weights of decoders to and from files.
 
-``golden/gpt2_tiny.npz`` was made by torch 2.13.0 and transformers 5.23.0, in float64, stored as
-float32::
+``data/golden/gpt2_tiny.npz`` was made by torch 2.13.0 and transformers 5.23.0, in float64, stored
+as float32::
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=32, n_layer=2, n_head=2,
@@ -17,13 +17,13 @@ with ``param/NAME`` for every named parameter and ``grad/NAME`` for some.
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from datafiles import DATA
 from networks import drawn
 from refusals import refuses
 from trees import assert_equal
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(Path(__file__).parent / "golden" / "gpt2_tiny.npz") as file:
+    with np.load(DATA / "golden/gpt2_tiny.npz") as file:
         return dict(file)
 
 
