@@ -17,7 +17,8 @@ decoded arrays, so that the mean stays whatever a format loses.
 
 To add a codec, write a frozen dataclass with ``encode`` and ``decode`` (and ``noise``, if it
 draws), and add it to the table, to `NAMED` if configs may choose it, and to the cases of
-``tests/test_codecs.py``, which compare JAX with NumPy, errors with bounds and bytes with the table.
+``tests/gossip/test_codecs.py``, which compare JAX with NumPy, errors with bounds and bytes with the
+table.
 """
 
 import dataclasses

@@ -1,0 +1,215 @@
+"""What starts processes: the files for SLURM, Open MPI and Kubernetes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from several import slurm, until
+
+from decent_jax.cluster import start
+from decent_jax.train import config as config_lib
+from decent_jax.train import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch"
+
+
+# --- The files, without the systems they are for --------------------------------------------------
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/bash\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A folder in which a test puts its own srun, mpirun and scontrol."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.chdir(ROOT)
+    return folder
+
+
+def run_sbatch(tools, **variables):
+    script(tools / "srun", 'echo "$JAX_LOCAL_DEVICE_IDS|$*"')
+    script(tools / "scontrol", "printf 'gpu1\\ngpu2\\n'")
+    variables |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"}
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", "--config", "a b.py"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_slurm_starts_a_process_for_each_gpu_or_for_each_node(tools):
+    said = run_sbatch(tools)
+    assert said == "|--no-kill --kill-on-bad-exit=0 python train.py --config a b.py\n"
+    said = run_sbatch(tools, PER="node")  # with all its GPUs
+    assert said.startswith("0,1,2,3|--ntasks-per-node=1 --ntasks=2 ")
+
+
+def test_slurm_with_the_supervisor(tools):
+    script(tools / "decent-jax", 'printf "%s\\n" "$@"')
+    words = run_sbatch(tools, SUPERVISE="1").splitlines()
+    assert words[:4] == ["supervise", "--hosts", "gpu1,gpu2", "--via"]
+    assert words[4].endswith("--nodelist={host} --gres=gpu:4 sh -c")
+    assert words[5:] == ["--", "train.py", "--config", "a b.py"]
+
+
+def open_mpi_4(port, index):
+    own = {"OMPI_COMM_WORLD_RANK": str(index), "OMPI_COMM_WORLD_LOCAL_RANK": str(index)}
+    uri = "1531576320.0;tcp://127.0.0.1:34911"
+    own |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": uri}
+    return own | {"JAX_COORDINATOR_PORT": str(port)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "host", "variables"),
+    [
+        ("SLURM", "localhost", lambda index: slurm(9876, 2, index)),
+        ("Open MPI", "127.0.0.1", lambda index: open_mpi_4(9876, index)),
+    ],
+)
+def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host, variables):
+    """Processes with those of SLURM find each other in test_preflight."""
+    for index in range(2):
+        for name, value in variables(index).items():
+            monkeypatch.setenv(name, value)
+        assert start.detect_launcher() == launcher
+        place = start._place(config_lib.default_config().cluster, launcher)
+        assert place == (f"{host}:9876", 2, index, [index])
+
+
+def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
+    """Open MPI 5 has another variable than the one that jax looks for."""
+    from decent_jax.commands import preflight
+
+    for name, value in open_mpi_4(9876, 0).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")
+    assert preflight.main(["--save", str(tmp_path / "network.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("decent-jax preflight: Open MPI started this process, but ")
+    assert "set cluster.coordinator, cluster.num_processes" in error
+
+
+# Starts the processes one after the other in the background, as mpirun would on one host.
+MPIRUN = """
+count=$2; shift 2
+while [[ $1 == -x || $1 == --bind-to ]]; do
+    [[ $1 == -x && $2 == *=* ]] && export "$2"
+    shift 2
+done
+for ((k = 0; k < count; k++)); do
+    OMPI_COMM_WORLD_SIZE=$count OMPI_COMM_WORLD_RANK=$k OMPI_COMM_WORLD_LOCAL_RANK=$k "$@" &
+done
+code=0
+for job in $(jobs -p); do wait "$job" || code=$?; done
+exit $code
+"""
+
+
+def test_mpirun_gives_each_process_its_place(tools):
+    script(tools / "mpirun", MPIRUN)
+    script(tools / "python", 'echo "$JAX_LOCAL_DEVICE_IDS ${#DECENT_JAX_SECRET} $*"')
+    done = subprocess.run(
+        [LAUNCH / "mpirun.sh", "-np", "2", "--", "--config", "c.py"],
+        env=os.environ | {"COORDINATOR": "h:1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    place = "--config.cluster.coordinator=h:1 --config.cluster.num_processes=2"
+    assert sorted(done.stdout.splitlines()) == [
+        f"{k} 64 train.py --config c.py {place} --config.cluster.process_id={k}" for k in range(2)
+    ]
+
+
+def pod():
+    """(service, job, container) of the Kubernetes file."""
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    return service, job, container
+
+
+def test_kubernetes_names_fit_together():
+    service, job, container = pod()
+    spec, name = job["spec"], job["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    subdomain = spec["template"]["spec"]["subdomain"]
+    assert subdomain == service["metadata"]["name"]
+    [port] = container["ports"]
+    coordinator = f"--config.cluster.coordinator={name}-0.{subdomain}:{port['containerPort']}"
+    assert coordinator in container["command"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert int(variables["PROCESSES"]) == spec["completions"]
+
+
+def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
+    for index in range(4):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        variables = {"PROCESSES": "4", "JOB_COMPLETION_INDEX": str(index)}
+        config_flags = [
+            re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], flag)  # noqa: B023
+            for flag in pod()[2]["command"]
+            if flag.startswith("--config.cluster.")
+        ]
+        config = flags.override_all(config_lib.default_config(), config_flags)
+        place = start._place(config.cluster, start.detect_launcher())
+        assert place == ("decent-jax-0.decent-jax:9876", 4, index, None)
+
+
+def test_what_a_pod_runs_is_there():
+    command = pod()[2]["command"]
+    assert (ROOT / command[0]).stat().st_mode & 0o111 and command[1:3] == ["python", "train.py"]
+    flags.parse(["--config=quickstart", "--workdir=w", *command[-6:-3]])  # of recovery
+
+
+# Ends with one code after the other, and notes how often it was started.
+ENDING = """
+read -r code rest < "$1"
+echo "$rest" > "$1"
+echo started
+[[ $code == wait ]] && { trap 'exit 143' TERM; touch "$1.waits"; sleep 60 & wait; }
+exit "$code"
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "code"),
+    [("75 137 0 0", 3, 0), ("134 1 0", 2, 1), ("2 0", 1, 2), ("75 75 75 75 75", 4, 75)],
+)
+def test_a_process_starts_again_in_its_container(tmp_path, codes, starts, code):
+    program = script(tmp_path / "program", ENDING)
+    (tmp_path / "codes").write_text(f"{codes}\n")
+    done = subprocess.run(
+        [LAUNCH / "again.sh", program, tmp_path / "codes"],
+        env=os.environ | {"AGAIN": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count("started")) == (code, starts)
+
+
+def test_a_container_that_is_stopped_passes_it_on(tmp_path):
+    program = script(tmp_path / "program", ENDING)
+    (tmp_path / "codes").write_text("75 wait 0\n")
+    with subprocess.Popen([LAUNCH / "again.sh", program, tmp_path / "codes"]) as process:
+        until((tmp_path / "codes.waits").exists)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert (tmp_path / "codes").read_text() == "0\n"  # not started again

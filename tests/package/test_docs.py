@@ -1,0 +1,300 @@
+"""What the documents say is there, and the code in them runs."""
+
+import functools
+import re
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import nbformat
+import numpy as np
+import pytest
+from flax import nnx
+
+from decent_jax import replicas, topology
+from decent_jax.optim import METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
+DOCUMENTS += ("docs/loop_details.md", "docs/coming_from.md", "docs/trainers.md")
+DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
+DOCUMENTS += ("docs/clusters.md", "docs/gpus.md", "docs/results.md", "docs/translation.md")
+DOCUMENTS += ("docs/peers.md", "docs/pipelines.md", "docs/text.md", "docs/from_ddp.md")
+DOCUMENTS += ("docs/planner.md", "docs/start.md", "docs/how_it_works.md")
+# Folders of this repository; a path that begins with one must exist.
+FOLDERS = ("benchmarks", "configs", "decent_jax", "docs", "launch", "notebooks", "tests")
+FOLDERS += (".ci",)
+
+
+def paths_in(text):
+    """Paths of this repository that a document names, as code, link or in a command.
+
+    A name in capitals stands for something the reader chooses: ``decent_jax/tasks/NAME.py``.
+    """
+    names = rf"(?<![\w./~-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w"
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    found = {*re.findall(names, text), *re.findall(r"(?<![\w./-])[A-Z]+\.md\b", text), *links}
+    return sorted(path for path in found if not re.search(r"\b[A-Z_]*NAME\b", path))
+
+
+def modules_in(text):
+    """Modules of this project that a document runs with ``python -m``."""
+    return sorted(set(re.findall(r"python -m (decent_jax[\w.]*\w)", text)))
+
+
+def python_blocks(text):
+    """The ``python`` blocks, each after as many newlines as stand before it."""
+    for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield "\n" * text.count("\n", 0, match.start(1)) + textwrap.dedent(match[1])
+
+
+def run(name, *blocks):
+    """The names that blocks of a document, as one program, leave."""
+    names = {"__name__": Path(name).stem}
+    for block in blocks:
+        exec(compile(block, name, "exec"), names)
+    return names
+
+
+def test_the_code_of_the_readme_runs(capsys):
+    run("README.md", *python_blocks((ROOT / "README.md").read_text()))
+    assert float(capsys.readouterr().out) < 0.05
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_and_modules_that_are_named_exist(name):
+    document = ROOT / name
+    text = document.read_text()
+    missing = [
+        path
+        for path in paths_in(text)
+        if not (ROOT / path).exists() and not (document.parent / path).exists()
+    ]
+    missing += [
+        module
+        for module in modules_in(text)
+        if not (ROOT / (module.replace(".", "/") + ".py")).is_file()
+        and not (ROOT / module.replace(".", "/") / "__main__.py").is_file()
+    ]
+    assert not missing
+
+
+def test_the_checks_of_this_file_find_something():
+    text = "`docs/a.md`, [b](c/d.png), `tests/NAME.py` and `python -m decent_jax.plots.runs RUN`"
+    assert paths_in(text) == ["c/d.png", "docs/a.md"]
+    assert modules_in(text) == ["decent_jax.plots.runs"]
+    assert list(python_blocks("a\n```python\nb\n```\n```\nc\n```\n")) == ["\n\nb\n"]
+
+
+FIGURES = [*(ROOT / "docs" / "figures").glob("*"), *(ROOT / "docs" / "notebooks").glob("*.png")]
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES), ids=lambda p: p.name)
+def test_figures_are_small(path):
+    limits = {".png": 300_000, ".gif": 2_000_000}  # bytes; photographs are the largest
+    assert path.stat().st_size < limits[path.suffix]
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "notebooks").glob("*.md")), ids=lambda p: p.stem
+)
+def test_pages_of_notebooks_are_of_today(page):
+    """benchmarks/render_notebooks.py writes them; every figure that a page shows is there."""
+    path, text = ROOT / "notebooks" / f"{page.stem}.ipynb", page.read_text()
+    for cell in nbformat.read(path, as_version=4).cells:
+        command = f"python benchmarks/render_notebooks.py notebooks/{path.name}"
+        assert cell.source in text, f"run {command}"
+    shown = re.findall(r"!\[.*\]\((\S+\.png)\)", text)
+    assert shown
+    assert sorted(shown) == sorted(p.name for p in page.parent.glob(f"{page.stem}_*.png"))
+
+
+# --- docs/topologies.md ---------------------------------------------------------------------------
+
+COMPARED = (
+    *("complete", "hypercube", "one_peer_exp", "static_exp", "base_k", "base_k(max_degree=2)"),
+    *("base_k(max_degree=4)", "ring", "bidirectional_ring", "grid", "torus", "star"),
+    *("random_matching", "random_matching(rounds=32)", "equi_dynamic", "equi_dynamic(rounds=23)"),
+    *("random_regular", "erdos_renyi", "alternating_exp_ring"),
+    *("hierarchical(complete, one_peer_exp)", "hierarchical(complete, base_k)"),
+)
+
+
+def of_size(name, n):
+    try:
+        return topology.make(name, n, local_size=4)
+    except ValueError:
+        return None
+
+
+def summary_row(name):
+    schedule = of_size(name, 24)
+    numbers, by_node = schedule.summary(), schedule.bytes_sent(1, local_size=4)
+    cells = [f"{numbers['models_sent']:.3g}", f"{by_node:.3g}", f"{numbers['spectral_gap']:.3f}"]
+    cells = [numbers["period"], numbers["degree"], *cells, f"{numbers['consensus_rate']:.3f}"]
+    return f"| `{name}` | {' | '.join(map(str, cells))} | {numbers['exact_after'] or ''} |"
+
+
+def rounds_row(name):
+    sizes = [of_size(name, n) for n in (8, 16, 24, 32, 64)]
+    cells = ["" if one is None else one.rounds_to_consensus(1e-6) for one in sizes]
+    return f"| `{name}` | {' | '.join(map(str, cells))} |"
+
+
+@pytest.mark.parametrize("row", [summary_row, rounds_row])
+def test_tables_of_topologies(row):
+    """If a number is meant to change, paste what this prints."""
+    text = (ROOT / "docs" / "topologies.md").read_text()
+    names = [name for name in COMPARED if row is rounds_row or of_size(name, 24)]
+    table = "\n".join(map(row, names))
+    assert f"|---|\n{table}\n\n" in text, table
+
+
+def test_every_schedule_is_in_the_table_of_names():
+    text = (ROOT / "docs" / "topologies.md").read_text()
+    for name in topology.NAMES:
+        assert re.search(rf"^\| `{name}(\(.*\))?` \|.*\|$", text, re.MULTILINE), name
+
+
+def test_the_code_of_topologies_md_runs(capsys):
+    text = (ROOT / "docs" / "topologies.md").read_text()
+    run("docs/topologies.md", *python_blocks(text))
+    assert "'exact_after': 3" in capsys.readouterr().out
+
+
+# --- docs/algorithms.md ---------------------------------------------------------------------------
+
+
+def test_every_algorithm_is_in_the_table_with_what_it_declares():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for name, method in METHODS.items():
+        row = re.search(rf"^\| `{name}` \|(.*)\|$", text, re.MULTILINE)
+        assert row, name
+        _, optimizers, _, messages, memory = (cell.strip() for cell in row[1].split("|"))
+        assert optimizers == ", ".join(method.optimizers), name
+        if messages.isdigit():
+            assert int(messages) == method.messages, name
+        assert int(memory.split()[0]) == method.copies, name
+
+
+def test_the_code_of_algorithms_md_runs(capsys):
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    run("docs/algorithms.md", *python_blocks(text))
+    assert capsys.readouterr().out == "0.5337\n0.0000\n"
+
+
+def long_run(schedule, combine, steps=6000, rate=0.1):
+    """(distance from consensus, of the mean from the optimum), root mean squares of the end."""
+    rng, n = np.random.default_rng(0), schedule.num_replicas
+    target, curvature = rng.normal(size=(n, 50)), np.linspace(0.2, 1, 50)
+    x = np.zeros((n, 50))
+    apart, away = [], []
+    for t in range(steps):
+        matrix = schedule.matrix(t % schedule.period)
+        change = -rate * (curvature * (x - target) + rng.normal(size=x.shape))
+        x = matrix @ x + change if combine == "with" else matrix @ (x + change)
+        if t > steps // 2:
+            mean = x.mean(0)
+            apart.append(np.square(x - mean).sum(1).mean())
+            away.append(np.square(mean - target.mean(0)).sum())
+    return np.sqrt(np.mean(apart)), np.sqrt(np.mean(away))
+
+
+@pytest.mark.parametrize("name", ["one_peer_exp", "ring", "bidirectional_ring", "complete"])
+def test_the_table_of_combine(name):
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    (row,) = re.findall(rf"^\| `{name}` \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    schedule = topology.make(name, 8)
+    for wanted, combine in zip(row, ("then", "with"), strict=True):
+        apart, away = long_run(schedule, combine)
+        assert float(wanted) == pytest.approx(apart, abs=0.006)
+        assert away == pytest.approx(0.81, abs=0.005)
+
+
+# --- docs/library.md, docs/loop_details.md --------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_code_of_loop_details_md_runs(capsys, compile_once):
+    run("docs/loop_details.md", *python_blocks((ROOT / "docs" / "loop_details.md").read_text()))
+    found = re.search(r"^loss (\S+), consensus distance (\S+) ", capsys.readouterr().out, re.M)
+    assert float(found[1]) < 0.05
+    assert 0 < float(found[2]) < 0.2
+
+
+# The sections of library.md, and where each program keeps the parameters of its replicas.
+PROGRAMS = {
+    "Flax NNX": lambda names: nnx.state(names["model"], nnx.Param),
+    "Flax Linen": lambda names: names["state"].params,
+    "Equinox": lambda names: names["params"],
+    "Haiku, or functions of your own": lambda names: names["params"],
+}
+
+
+def blocks_of(section):
+    text = (ROOT / "docs" / "library.md").read_text()
+    return list(python_blocks(text.split(f"\n## {section}\n")[1].split("\n## ")[0]))
+
+
+def all_reduce(program):
+    """The program without gossip, of which the marks of library.md speak."""
+    program = re.sub(r"^( *)# was: (.*)\n.*\n", r"\1\2\n", program, flags=re.MULTILINE)
+    return re.sub(r"^.*  # new\n", "", program, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_the_programs_of_library_md_learn_and_mixing_pulls_replicas_together(
+    section, capsys, compile_once
+):
+    program, losses, distances = blocks_of(section)[0], {}, {}
+    assert sum(bool(line) for line in program.splitlines()) <= 40
+    alone = program.replace("schedule.round_at(t)", "None")
+    variants = {"gossip": program, "alone": alone, "all_reduce": all_reduce(program)}
+    assert "decent_jax" not in variants["all_reduce"]
+    for name, code in variants.items():
+        names = run("docs/library.md", code)
+        losses[name] = float(capsys.readouterr().out.removeprefix("loss "))
+        if name != "all_reduce":
+            distances[name] = float(replicas.consensus_distance(PROGRAMS[section](names)).distance)
+    assert max(losses["gossip"], losses["all_reduce"]) < 0.05
+    assert 0 < distances["gossip"] < distances["alone"] / 3
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_library_md_brings_a_lost_replica_of_nnx_back(compile_once):
+    program, optimizer = blocks_of("Flax NNX")
+    gossip = program.replace("nnx.Optimizer(model", "GossipOptimizer(model").replace("100):", "1):")
+    head = program[: program.index("def loss")]  # the imports, which the class needs
+    names = run("docs/library.md", head, optimizer, gossip)
+    bias = names["model"].layers[0].bias
+    bias[...] = bias[...].at[3].set(np.nan)
+    model, _, _ = names["train_step"](names["model"], names["optimizer"], names["x"], round=0)
+    assert replicas.finite(nnx.as_pure(nnx.state(model, nnx.Param))).all()
+
+
+def test_the_program_of_from_ddp_md_learns(capsys, compile_once):
+    run("docs/from_ddp.md", *python_blocks((ROOT / "docs/from_ddp.md").read_text()))
+    assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.05
+
+
+def test_the_code_of_coming_from_md_runs():
+    """The blocks called "here"; those of others have a title, and are not run."""
+    names = run("docs/coming_from.md", *python_blocks((ROOT / "docs/coming_from.md").read_text()))
+    for name in ("decent_dp", "bluefog", "swarm", "diloco", "streaming"):
+        step = functools.partial(names[name].update, round=0)
+        each = jnp.arange(4.0 if name == "streaming" else 8.0)
+        params = {"a": each, "b": -each}
+        state = jax.jit(jax.vmap(names[name].init))(params)
+        updates, _ = jax.jit(jax.vmap(step, axis_name="replica"))(params, state, params)
+        assert replicas.finite(updates).all(), name
+
+
+def test_the_launcher_of_trainers_md_is_what_the_benchmark_runs():
+    """MaxText is too large to install for a test; benchmarks/maxtext_gossip.py ran this code."""
+    page, script = (
+        (ROOT / p).read_text() for p in ("docs/trainers.md", "benchmarks/maxtext_gossip.py")
+    )
+    (build,) = re.findall(r"^def build.*?^    return step$", page, re.MULTILINE | re.DOTALL)
+    assert re.sub(r"\n+", "\n", textwrap.indent(build, "    ")) in re.sub(r"\n+", "\n", script)

@@ -1,0 +1,326 @@
+"""Methods, topologies, optimizers and tasks from outside the package."""
+
+import json
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_runs
+import tiny
+from damage import flip_bits
+from ml_collections import ConfigDict
+from refusals import refused, refuses
+from trees import assert_equal
+
+from decent_jax import optim, tasks, topology, train
+from decent_jax.commands import export, sample, translate
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.fields import Field
+from decent_jax.optim import declaration, frame, trees
+from decent_jax.topology.make import _BUILDERS
+from decent_jax.topology.rounds import pairwise
+from decent_jax.train import algorithm, saved_model
+from decent_jax.train import config as config_lib
+
+
+class SlowState(NamedTuple):
+    z: Any  # like params
+
+
+def slow_gossip(inner, schedule, axis_name="replica", codec=None, *, gamma: float = 0.7):
+    """Mixes a copy that follows the parameters with weight gamma."""
+    if not 0 < gamma <= 1:
+        raise ValueError(f"slow_gossip.gamma must be in (0, 1], got {gamma}")
+    mixing = frame.Mixing(schedule, axis_name, codec)
+
+    def step(params, own, round, local):
+        update, inner, ok = local(params)
+        z = trees.add(own.z, trees.scale(gamma, optax.tree.sub(params, own.z)))
+        return trees.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
+
+    return frame.method(inner, step, lambda params: SlowState(trees.copy(params)))
+
+
+def every_other(n, *, step: int = 1):
+    return [pairwise((np.arange(n) - step) % n)]
+
+
+@pytest.fixture
+def registered():
+    topology.register("every_other", every_other)
+    yield optim.register(optim.Method("slow_gossip", slow_gossip, copies=1))
+    del _BUILDERS["every_other"], declaration._METHODS["slow_gossip"]
+
+
+@pytest.fixture
+def config():
+    """Made before anything is registered, if a test asks for it first."""
+    return config_lib.default_config()
+
+
+def test_a_room_that_trains_in_another_way_may_be_deleted(monkeypatch):
+    """With its fields; the others train as before."""
+    there = {"pipeline.stages": "decent_jax.pipelines"}
+    monkeypatch.setattr(config_lib, "TRAINERS", {"peers.use": "decent_jax.deleted"} | there)
+    config = tiny.waves()
+    assert "peers" not in config and "pipeline" in config
+    config_lib.validate(config)
+    assert config_lib.trainer_of(config).__name__ == config_lib.SYNCHRONOUS
+
+
+def test_a_topology_from_outside(registered, monkeypatch):
+    schedule = topology.make("every_other(step=3)", 4)
+    assert schedule.name == "every_other(step=3)"
+    np.testing.assert_array_equal(schedule.matrix(0)[0], [0.5, 0.5, 0, 0])
+    assert topology.make("hierarchical(complete, every_other)", 8, local_size=2).period == 1
+    with refuses("every_other", "rows", "step"):
+        topology.make("every_other(rows=2)", 4)
+    with refuses("ring"):
+        topology.register("ring", every_other)
+    with refuses("mine", "n"):
+        topology.register("mine", lambda replicas: [])
+    monkeypatch.setitem(_BUILDERS, "no_rounds", lambda n: None)
+    with refuses("no_rounds", None):
+        topology.make("no_rounds", 4)
+    monkeypatch.setitem(_BUILDERS, "same_rounds", lambda n: topology.make("ring", n).rounds)
+    assert topology.make("same_rounds", 4).period == 2  # a tuple
+
+
+def test_a_cell_that_runs_again_registers_again(registered):
+    """What it defines anew takes the old one's place; another function does not."""
+    space = {"__name__": __name__, "topology": topology}
+    exec("def every_other(n): return topology.make('ring', n).rounds", space)
+    topology.register("every_other", space["every_other"])
+    assert topology.make("every_other", 4).period == 2
+    exec("def slow_gossip(inner, schedule): pass", space)
+    again = optim.Method("slow_gossip", space["slow_gossip"])
+    assert optim.register(again) is optim.METHODS["slow_gossip"] is again
+    with refuses("every_other"):
+        topology.register("every_other", lambda n: [])
+    with refuses("slow_gossip"):
+        optim.register(optim.Method("slow_gossip", lambda inner: inner))
+
+
+def test_a_method_from_outside(registered):
+    schedule = topology.make("every_other", 4)
+    parts = optim.Parts(schedule, 0.1, optax.sgd(0.0), numbers={"gamma": 1.0})
+    tx = registered.build(parts)
+    x = jnp.arange(4.0)
+    updates, state = jax.vmap(
+        lambda x, state: tx.update(x, state, x, round=0), axis_name="replica"
+    )(x, jax.vmap(tx.init)(x))
+    np.testing.assert_allclose(x + updates, schedule.matrix(0) @ np.arange(4.0))
+    np.testing.assert_allclose(state.own.z, x)
+    assert registered.numbers == {"gamma": 0.7}
+
+
+def test_its_numbers_come_from_its_section(config, registered):
+    """None is ignored, and none is taken from a field of the same name elsewhere."""
+    config.algorithm, config.gamma = "slow_gossip", 0.5
+    schedule = topology.make("every_other", config.num_replicas)
+    with refuses("slow_gossip", error=ConfigError):
+        algorithm.parts(config, schedule, 0.1)
+    with config.unlocked():
+        config.slow_gossip = ConfigDict({"gamma": 0.123})
+    assert algorithm.parts(config, schedule, 0.1).numbers == {"gamma": 0.123}
+    config.slow_gossip.gamma = 2.0
+    with refuses("slow_gossip.gamma", 2.0):
+        algorithm.transformation(config, schedule, 0.1)
+
+
+@pytest.mark.parametrize("name", declaration.METHODS)
+def test_every_number_of_every_method_is_reached_from_the_config(name):
+    method = declaration.METHODS[name]
+    config = config_lib.default_config()
+    config.algorithm = name
+    schedule = topology.make("complete", config.num_replicas)
+    for number, default in method.numbers.items():
+        section = config[method.config_section] if method.config_section else config
+        assert section[number] == default
+        changed = "int8" if isinstance(default, str) else default + 1
+        if isinstance(default, bool):
+            changed = not default
+        section[number] = changed
+        assert algorithm.parts(config, schedule, 0.1).numbers[number] == changed
+
+
+def test_a_task_may_be_any_object():
+    """As in a notebook, where there is no module to name."""
+
+    class Task:
+        FIELDS: ClassVar = {"model.width": Field(3, "of the only layer")}
+        validate = make = staticmethod(lambda *_: None)
+
+    tasks.register("chess", Task)
+    try:
+        assert config_lib.default_config("chess").model.width == 3
+        tasks.register("chess", object())
+        with refuses("validate"):
+            tasks.find("chess")
+    finally:
+        del tasks.TASKS["chess"]
+
+
+# --- an optimizer by its dotted name --------------------------------------------------------------
+
+
+def updates_of(tx, params, grads):
+    state = tx.init(params)
+    return tx.update(grads, state, params)[0]
+
+
+def test_an_optimizer_of_optax_by_its_name():
+    """With its arguments, the run's learning rate, decay and mask, and behind the clipping."""
+    config = train.default_config()
+    config.algorithm, config.optimizer.name = "decentralized_sgd", "optax.lion(b1=0.7)"
+    config.optimizer.weight_decay, config.optimizer.clip_norm = 0.1, 1.0
+    mask = {"kernel": True, "bias": False}
+    tx = algorithm._local_optimizer(config, 0.5, mask)
+    wanted = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.lion(0.5, b1=0.7, weight_decay=0.1, mask=mask)
+    )
+    params = {"kernel": jnp.ones(3), "bias": jnp.ones(2)}
+    grads = {"kernel": jnp.array([1.0, -2.0, 0.0]), "bias": jnp.ones(2)}
+    found, expected = updates_of(tx, params, grads), updates_of(wanted, params, grads)
+    assert_equal(found, expected)
+
+
+def test_no_weight_decay_but_the_config_s():
+    """Optax's Lion decays by default."""
+    config = train.default_config()
+    config.algorithm, config.optimizer.name = "decentralized_sgd", "optax.lion"
+    tx = algorithm._local_optimizer(config, 1.0, None)
+    assert updates_of(tx, jnp.array([4.0]), jnp.array([1.0])).tolist() == [-1.0]
+
+
+def test_decay_that_is_not_decoupled_is_in_the_gradient():
+    config = train.default_config()
+    config.optimizer.update(name="optax.sgd", weight_decay=0.25, decoupled=False, clip_norm=0.5)
+    config.algorithm = "decentralized_sgd"
+    tx = algorithm._local_optimizer(config, 1.0, None)
+    assert updates_of(tx, jnp.array([4.0]), jnp.array([1.0])).tolist() == [-1.5]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "named"),
+    [
+        ("accum_adam", "optax.lion", "accum_adam"),
+        ("quasi_global_sgd", "optax.lion", "quasi_global_sgd"),
+        ("decentralized_sgd", "optax.lyon", "'lyon'"),
+        ("decentralized_sgd", "optaxx.lion", "no module 'optaxx'"),
+        ("decentralized_sgd", "optax.lion(beta=1)", "'beta'"),
+        ("decentralized_sgd", "optax.lion(0.5)", "optax.lion(0.5)"),
+        ("decentralized_sgd", "optax.lion(b1=jnp)", "optax.lion(b1=jnp)"),
+        ("decentralized_sgd", "optax.lion(learning_rate=1)", "learning_rate"),
+        ("decentralized_sgd", "optax.trace", "learning_rate"),
+        ("decentralized_sgd", "optax.lion(weight_decay=1)", "optimizer.weight_decay=0"),
+        ("decentralized_sgd", "optax.sgd", "optimizer.weight_decay=0"),
+        ("decentralized_sgd", "optax.inject_hyperparams", "learning_rate"),
+    ],
+)
+def test_optimizers_that_cannot_be(algorithm, name, named, tiny_data):
+    config = tiny.config(tiny_data, algorithm=algorithm, optimizer={"name": name})
+    config.optimizer.decoupled = algorithm != "quasi_global_sgd"
+    with refuses(named, name.partition(".")[0], error=ConfigError):
+        config_lib.validate(config)
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_of_optax(tiny_data, tmp_path, compile_once):
+    """It trains and resumes."""
+    config = tiny.config(
+        tiny_data,
+        algorithm="decentralized_sgd",
+        schedule="complete",
+        optimizer={"name": "optax.contrib.muon(ns_steps=2)"},
+        steps=3,
+        log={"every": 3},
+    )
+    first = train.run(config, tmp_path / "run")
+    config.steps = 5
+    summary = train.run(config, tmp_path / "run")
+    assert summary["steps"] == 5 and np.isfinite(first["final"]["eval/loss"])
+
+
+# --- tasks of other packages ----------------------------------------------------------------------
+
+
+def line_config(task, **changes):
+    changes = {"steps": 2, "learning_rate": 0.1, "lr_schedule__warmup": 0} | changes
+    return small_runs.config(task, **changes)
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """`line_task` as ``lines.task``, a module of a package that decent_jax does not know."""
+    package = tmp_path / "lines"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "task.py").write_text("from line_task import *  # noqa\n")
+    (package / "empty.py").write_text("FIELDS = {}\n")
+    (package / "list.py").write_text("FIELDS = ['model.x']\nvalidate = make = print\n")
+    (package / "number.py").write_text("FIELDS = {}\nvalidate, make = 5, print\n")
+    (package / "broken.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    return "lines.task"
+
+
+def test_a_task_of_another_package(outside, tmp_path, capsys):
+    """Two steps, from 0 towards 3; then its functions answer the commands."""
+    run = tiny.run(line_config(outside), tmp_path / "run")
+    losses = [row["eval/loss"] for row in tiny.rows(run) if "eval/loss" in row]
+    slope = saved_model.load(run)
+    assert 0 < slope < 3
+    assert losses[-1] < 9 * sum(i * i for i in range(64)) / 64**3  # that of slope 0
+    assert json.loads((run / "summary.json").read_text())["points"] == 64
+    assert f"y = {slope:.2f} x" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    path = export.export(run, tmp_path / "out" / "line.safetensors")
+    assert float(path.read_text()) == slope
+    assert json.loads(path.with_name("config.json").read_text()) == {"step": 2}
+    for command, refusal in ((sample, "continue a prompt"), (translate, "translate")):
+        assert command.main(["--workdir", str(run)]) == 2
+        assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
+
+
+def test_a_damaged_model_is_not_exported(outside, tmp_path, capsys):
+    run = tiny.run(line_config(outside), tmp_path / "run")
+    out = tmp_path / "out" / "line.safetensors"
+    for which, folder in (("best", run / "best" / "2"), ("last", run / "checkpoints" / "2")):
+        flip_bits(folder)
+        capsys.readouterr()
+        arguments = ["--workdir", str(run), "--which", which, "--out", str(out)]
+        assert export.main(arguments) == 2
+        assert f"no checkpoint in {folder.parent} can be read: step 2" in capsys.readouterr().err
+        assert not out.exists()
+
+
+def test_a_registered_name(outside):
+    tasks.register("line", outside)
+    config = line_config("line")
+    config_lib.validate(config)
+    assert tasks.find("line") is tasks.find(outside) and config.data.points == 64
+
+
+def test_a_task_says_what_may_change(outside):
+    old = config_lib.flat(line_config(outside))
+    assert config_lib.refused_changes(old, old | {"data.shown": 2, "data.prefetch": 0}) == []
+    assert config_lib.refused_changes(old, old | {"data.points": 8}) == ["data.points: 64 -> 8"]
+
+
+WRONG = ("chess", "lines.chess", "no_package.chess", "lines.empty", "lines.list", "lines.number")
+
+
+@pytest.mark.parametrize("name", [*WRONG, "lines.broken"])
+def test_what_is_no_task(outside, name):
+    with refused("task", name):
+        tasks.find(name)
+
+
+def test_an_import_that_fails_inside_a_task_is_not_hidden(outside):
+    with refuses("a_module_that_is_missing", error=ConfigError):
+        tasks.find("lines.broken")

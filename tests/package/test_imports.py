@@ -1,0 +1,167 @@
+"""Imports of the package follow the arrows of its rooms."""
+
+import ast
+import functools
+import graphlib
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "decent_jax"
+
+# Importable by all.
+GROUND = {"ground"}
+
+# room: what it may import besides the ground and itself.
+ARROWS = {
+    "topology": set(),
+    "plots": {"topology"},
+    "plan": {"topology"},
+    "gossip": {"topology", "cpu"},
+    "replicas": {"gossip"},
+    "optim": {"gossip", "replicas", "topology"},
+    "models": {"cpu"},
+    "data": set(),
+    "tasks": {"models", "data"},
+    "cluster": {"plan", "topology"},
+    "train": {
+        *("tasks", "optim", "gossip", "replicas", "topology"),
+        *("data", "cluster", "cpu", "plots", "plan"),
+    },
+    "cpu": set(),
+    "planner": {"plan", "plots", "topology"},
+    "simulate": {"gossip", "topology", "planner"},
+    "actors": {"cluster"},
+    "peers": {"train", "actors", "data", "replicas", "optim", "topology", "gossip"},
+    "pipelines": {
+        *("train", "actors", "tasks", "models", "data", "optim", "gossip", "replicas"),
+        *("topology", "cluster", "plan"),
+    },
+}
+# Each can be deleted with its tests, and the rest passes; only a leaf may import one of them.
+EXTENSIONS, LEAVES = {"peers", "pipelines", "planner"}, {"simulate"}
+# Started by users (`python -m decent_jax.NAME`): they may import all, and no room imports them.
+COMMANDS = {"commands"}
+COMMAND_FILES = {
+    "planner/options.py",  # the flags of the planner, among them --config
+}
+# What users may call in a loop of their own knows pytrees only.
+FOREIGN = {"flax", "ml_collections", "grain", "orbax"}
+CORE = ("topology", "gossip", "replicas", "optim")
+
+
+def room_of(path, package=PACKAGE):
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def is_command(path, package=PACKAGE):
+    return room_of(path, package) in COMMANDS or str(path.relative_to(package)) in COMMAND_FILES
+
+
+@functools.cache
+def imported(path):
+    """[(full name, line)] of every import in a file, wherever in the file it stands."""
+    found = []
+    package = ["decent_jax", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [(name, node.lineno) for name in names]
+    return found
+
+
+def arrows(package=PACKAGE):
+    """{(room, imported room): [places]}, without what commands import."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        if is_command(path, package):
+            continue
+        room = room_of(path, package)
+        for name, line in imported(path):
+            first, *rest = name.split(".")
+            if first == "decent_jax" and rest and rest[0] != room:
+                place = f"{path.relative_to(package)}:{line}"
+                found.setdefault((room, rest[0]), []).append(place)
+    return found
+
+
+def allowed(room, target):
+    return target in GROUND or target in ARROWS.get(room, ())
+
+
+def test_imports_follow_the_arrows():
+    upward = {arrow: places for arrow, places in arrows().items() if not allowed(*arrow)}
+    assert not upward, "\n".join(f"{a} imports {b}: {places}" for (a, b), places in upward.items())
+
+
+def test_rooms_import_each_other_in_no_circle():
+    below = {}
+    for room, target in arrows():
+        below.setdefault(room, set()).add(target)
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_modules_import_each_other_in_no_circle():
+    """Not even inside a function."""
+    below = {}
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(["decent_jax", *path.relative_to(PACKAGE).with_suffix("").parts])
+        below[module.removesuffix(".__init__")] = found = set()
+        for name, _ in imported(path):
+            while name and not (PACKAGE.parent / (name.replace(".", "/") + ".py")).is_file():
+                name = name.rpartition(".")[0]
+            found |= {name} - {""}
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_one_module_is_loose():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "replicas"}
+
+
+def test_no_room_needs_an_extension():
+    assert {room for room, may in ARROWS.items() if may & EXTENSIONS} <= LEAVES
+
+
+def test_every_room_is_in_the_table():
+    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    known = GROUND | set(ARROWS) | COMMANDS
+    assert rooms == known, f"say what it may import: {sorted(rooms ^ known)}"
+    assert all((PACKAGE / name).is_file() for name in COMMAND_FILES)
+
+
+def test_the_ground_imports_nothing_of_the_package():
+    assert not [arrow for arrow in arrows() if arrow[0] in GROUND and arrow[1] not in GROUND]
+
+
+def test_the_core_knows_only_pytrees():
+    for room in CORE:
+        for path in [*PACKAGE.glob(f"{room}.py"), *PACKAGE.glob(f"{room}/**/*.py")]:
+            first = {name.partition(".")[0]: line for name, line in imported(path)}
+            assert not FOREIGN & set(first), path
+            if room == "topology":  # schedules are NumPy and the standard library
+                others = set(first) - set(sys.stdlib_module_names) - {"decent_jax"}
+                assert others <= {"numpy", "scipy", "networkx"}, (path, others)
+
+
+def test_an_upward_import_is_found(tmp_path, monkeypatch):
+    """In any form: from, import, and inside a function."""
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "topology").mkdir()
+    text = "from decent_jax import optim\ndef f():\n    import decent_jax.train.loop\n"
+    (tmp_path / "topology" / "make.py").write_text(text + "from ..gossip import mix\n")
+    found = arrows(tmp_path)
+    assert found[("topology", "optim")] == ["topology/make.py:1"]
+    assert found[("topology", "train")] == ["topology/make.py:3"]
+    assert found[("topology", "gossip")] == ["topology/make.py:4"]
+    assert not any(allowed(*arrow) for arrow in found)

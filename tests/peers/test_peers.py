@@ -1,0 +1,221 @@
+"""Peers on a real Ray: kills, silences, joins, resizes, and a replay bit by bit."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from several import by_output, children_of, nothing_is_left, until
+
+from decent_jax import peers, train
+from decent_jax.commands import main as command
+from decent_jax.ground import extras
+from decent_jax.peers.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "train.py"
+
+CONFIG = """
+from decent_jax import train
+
+def get_config():
+    config = train.default_config("points.task")
+    config.peers.use = True
+    config.algorithm = "swarm"
+    config.optimizer.name = "adam"
+    config.num_replicas = 2
+    config.batch_size = 8
+    config.steps = 100000
+    config.learning_rate = 0.03
+    config.mix_every = 2
+    config.lr_schedule.name = "constant"
+    config.lr_schedule.warmup = 10
+    config.log.every = 20
+    config.eval.every = 100
+    config.data.sleep_s = 0.02  # the replay makes the same steps without it
+    config.data.prefetch = 2
+    config.checkpoint.every = 0
+    config.checkpoint.every_minutes = 0.05
+    config.peers.silent_s = 2.0
+    config.peers.meet_s = 8.0  # on busy machines a message may take seconds
+    config.peers.max_lag = 20
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory, compile_once):
+    """Of the environment of `train.py`; its config is ``config.py`` in the folder PEERS_TEST."""
+    folder = tmp_path_factory.mktemp("peers")
+    (folder / "points").mkdir()
+    (folder / "points" / "__init__.py").touch()
+    (folder / "points" / "task.py").write_text("from peers_task import *  # noqa\n")
+    (folder / "config.py").write_text(CONFIG)
+    paths = [str(ROOT), str(ROOT / "tests" / "support"), str(folder)]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PEERS_TEST": str(folder)}
+    return compile_once | own | {"RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def train_py(variables, workdir, **fields):
+    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
+    return [TRAIN, "--config", f"{variables['PEERS_TEST']}/config.py", "--workdir", workdir, *flags]
+
+
+def actors(process):
+    """{slot: process} of the peers, by their log file."""
+    found = by_output(process).items()
+    return {path.parent.name: child for path, child in found if path.name == "log.txt"}
+
+
+def words_of(workdir, slot):
+    return (workdir / "peers" / slot / "log.txt").read_text()
+
+
+def events(workdir, slot, incarnation=0):
+    path = workdir / "peers" / slot / f"events-{incarnation}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def made(workdir, slot, incarnation=0):
+    """The steps that it has made."""
+    return sum("rate" in event for event in events(workdir, slot, incarnation))
+
+
+def newest(workdir, slot):
+    """The last incarnation of a peer; on a busy machine one may lag, and so join, once more."""
+    return max(int(p.stem[7:]) for p in (workdir / "peers" / slot).glob("events-*.jsonl"))
+
+
+def is_silent(said, name):
+    """By what was said last: on a busy machine it may have been silent, and be back."""
+    silent = said.rfind(f"{name} is silent")
+    return silent > max(said.rfind(f"{name} is back"), said.rfind(f"{name} trains again"))
+
+
+def living(workdir):
+    return {f"{slot}.{newest(workdir, slot)}" for slot in "012"}
+
+
+def both_sides_are_in_the_logs(workdir):
+    """In these logs a meeting has two halves, of the same versions, unless one side was killed."""
+    halves = {}
+    alive = living(workdir)
+    for path in (workdir / "peers").glob("*/events-*.jsonl"):
+        me = f"{path.parent.name}.{path.stem[7:]}"
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "met" in line:
+                mine, theirs = (me, line["mine"]), (line["with"], line["theirs"])
+                halves.setdefault(line["met"], []).append((mine, theirs))
+    whole = [sides for sides in halves.values() if len(sides) == 2]
+    assert len(whole) > 20 and all(a == b[::-1] for a, b in whole)
+    alone = [sides[0] for sides in halves.values() if len(sides) == 1]
+    # With one that was killed, or stopped and begun anew.
+    assert not any({mine[0], theirs[0]} <= alive for mine, theirs in alone)
+    assert {mine[0] for sides in whole for mine, _ in sides} >= alive
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("run") / "peers"
+
+
+def test_a_run_in_which_everything_happens(start_process, variables, workdir):
+    """One is killed, one joins, one is stopped and returns, one leaves; then Ctrl-C."""
+    process = start_process(train_py(variables, workdir), **variables)
+    trains = lambda k, n=0: len(events(workdir, k, n)) > 30  # noqa: E731
+    until(lambda: trains("0") and trains("1"), process)
+    peers = actors(process)
+    assert len(peers) == 2
+    # Only those who know a token that no file has may use this Ray.
+    (raylet,) = [child for child in children_of(process) if child.name() == "raylet"]
+    own = raylet.environ()
+    assert own["RAY_AUTH_MODE"] == "token" and len(own["RAY_AUTH_TOKEN"]) == 64
+    by_then = events(workdir, "0")[-1]["t"]
+    peers["1"].kill()
+    # One more joins.
+    assert main(["resize", "--workdir", str(workdir), "--count", "3"]) == 0
+    until(lambda: trains("1", 1) and trains("2"), process)
+    start, own = events(workdir, "1", 1)[0], events(workdir, "1", 0)[-1]["t"]
+    # It goes on from the step at which the killed one was last heard, which may be earlier than
+    # its last, with the state of one that trains now.
+    donor = start["origin"]
+    assert start["start"] <= own + 1 and donor["when"] == "boundary"
+    assert donor["peer"] == "2.0" or (donor["peer"] == "0.0" and donor["t"] >= by_then > 0)
+    # One is silent for longer than max_lag allows.
+    peers = actors(process)
+    steps = made(workdir, "0")
+    peers["1"].suspend()
+    until(lambda: is_silent(process.words.read_text(), "peer 1"), process)
+    until(lambda: made(workdir, "0") > steps + 100, process)
+    peers["1"].resume()
+    until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
+    assert "another one takes its place" in words_of(workdir, "1")
+    assert "peer 1 has lagged too far behind; 2 go on" in process.words.read_text()
+    # One leaves in good order.
+    actors(process)["2"].terminate()
+    until(lambda: "peer 2 has left" in process.words.read_text(), process)
+    children = children_of(process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(300) == 130, process.words.read_text()
+    nothing_is_left(children)
+    said = process.words.read_text()
+    assert "raylet" not in said  # Ray's own words on the dead
+    assert "replicas  process" not in said  # peers are not replicas of this process
+    assert "peer 1 was killed" in said
+    assert "the same command resumes" in said
+    rows = [line for line in words_of(workdir, "0").splitlines() if line.startswith("step ")]
+    # How many steps a peer makes depends on the others, so it cannot say what is left.
+    assert rows and not any(row.endswith(" left") for row in rows)
+    both_sides_are_in_the_logs(workdir)
+
+
+def test_it_resumes_with_another_number(start_process, variables, workdir):
+    steps = json.loads((workdir / "peers.json").read_text())["step"]
+    fields = {"peers__count": 1, "steps": steps + 60}
+    begun = newest(workdir, "0") + 1
+    process = start_process(train_py(variables, workdir, **fields), **variables)
+    assert process.wait(500) == 0, process.words.read_text()
+    assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == steps + 60 and len(summary["peers"]["slots"]) == 3
+    assert summary["final"]["eval/loss"] < 1.0
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+
+
+def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, capsys):
+    """That it notices a log which says otherwise is in test_peers_law, as are the other formats."""
+    monkeypatch.syspath_prepend(variables["PEERS_TEST"])
+    path = workdir / "config.json"
+    config = json.loads(path.read_text())
+    config["data"]["sleep_s"] = 0.0
+    path.write_text(json.dumps(config))
+    code = main(["replay", "--workdir", str(workdir)])
+    said = capsys.readouterr().out
+    assert code == 0 and "every parameter is identical" in said, said
+    ended = [line for line in said.splitlines() if line.endswith("versions: identical")]
+    assert len(ended) == 4  # all three of the first session, whom Ctrl-C lets end, and one
+    assert sum(" 0 meetings" not in line for line in ended) >= 3
+
+
+def test_no_ray_is_one_sentence(monkeypatch):
+    config = train.default_config()
+    config.peers.use, config.algorithm, config.data.path = True, "swarm", "stdlib"
+    find = extras.importlib.util.find_spec
+    monkeypatch.setattr(
+        extras.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name)
+    )
+    with pytest.raises(extras.Unavailable, match=r"pip install 'decent_jax\[peers\]'"):
+        peers.run(config, "run")
+
+
+def test_an_address_where_nobody_listens_ends_with_2(variables, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(variables["PEERS_TEST"])
+    workdir = tmp_path / "run"
+    _, *flags = map(str, train_py(variables, workdir, peers__address="127.0.0.1:9"))
+    assert command.train(flags, "train.py") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "peers.address 127.0.0.1:9: nobody listens there" in said
+    assert not workdir.exists()

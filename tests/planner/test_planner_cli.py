@@ -1,0 +1,357 @@
+"""The planner's commands: what they print and write, and one sentence for every mistake."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decent_jax import topology
+from decent_jax.plan import plan_file
+from decent_jax.plan.orders import ORDERS
+from decent_jax.planner import __main__ as cli
+from decent_jax.planner import network, placement, predict, recommend
+from decent_jax.planner.gossip_placement import evaluate
+from decent_jax.planner.pipeline_time import AVERAGING, StepTime
+from decent_jax.planner.runtime import LogNormal, Workload
+from decent_jax.tasks import language_modeling
+from decent_jax.train import flags
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt2_openwebtext.py"
+CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]
+TWO = [*CLUSTER, "--nodes", "2"]
+MODEL = ["--parameters", "124e6", "--compute_s", "0.2"]
+PLACED = ["--parameters", "1e6"]
+STAGES = ["--stages", "2", "--replicas", "4", "--pipeline_bytes", "1e6"]
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def works(capsys, *arguments):
+    """What the command prints."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
+def refused(capsys, *arguments):
+    """The sentence on stderr; nothing else may be printed."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("decent-jax planner: ")
+    assert err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+# --- what works ---------------------------------------------------------------------------------
+
+
+def test_network_says_what_a_network_is(capsys, tmp_path):
+    path = tmp_path / "cluster.json"
+    said = works(capsys, "network", *TWO, "--save", path).splitlines()
+    assert said == [
+        "8 devices in 2 nodes, 4 consecutive devices per node",
+        "inside a node: latency 5 us, bandwidth 2400 Gbit/s",
+        "between nodes: latency 30 us, bandwidth 25 Gbit/s",
+        "network card of a node: 25 Gbit/s",
+        str(path),
+    ]
+    assert works(capsys, "network", "--network", path).splitlines() == said[:-1]
+    alone = works(capsys, "network", "--network", path, "--nodes", 1).splitlines()
+    assert alone == ["4 devices in 1 nodes, 4 consecutive devices per node", said[1], said[3]]
+    network.regions({"Tokyo": 1, "Oregon": 2}).save(path)
+    assert works(capsys, "network", "--network", path).splitlines() == [
+        "3 devices in 3 nodes",
+        "between nodes: latency 5000 to 9.6e+04 us, bandwidth 0.523 to 2 Gbit/s",
+        "network card of a node: 2 Gbit/s",
+    ]
+
+
+def work_of(parameters=124e6, compute_s=0.2, **others):
+    """As the flags say it: a third of the compute is forward."""
+    return Workload(4 * parameters, compute_s / 3, 2 * compute_s / 3, **others)
+
+
+def test_predict_prints_what_is_predicted(capsys):
+    out = works(capsys, "predict", *TWO, *MODEL, "--sigma", 0.1, "--mix_every", 2, "--wire", "int8")
+    work, gossip = work_of(compute=LogNormal(0.1)), {"mix_every": 2, "wire": "int8"}
+    rows = predict.compare(network.preset("nvlink_25gbe", 2, 4), work, **gossip)
+    assert out == predict.format_table(rows) + "\n"
+
+
+def test_predict_takes_model_and_replicas_from_a_config_and_draws(capsys, tmp_path):
+    gantt, names = tmp_path / "gantt.png", ["all_reduce", "alternating_exp_ring"]
+    out = works(
+        capsys,
+        *("predict", "--network", "nvlink_25gbe", "--config", f"{CONFIG}:decentralized"),
+        *("--compute_s", 0.178, "--algorithms", ",".join(names), "--wire", "int8"),
+        *("--out", gantt),
+    )
+    parameters, late, rows = language_modeling.count_parameters(
+        flags.load(f"{CONFIG}:decentralized")
+    )
+    work = work_of(parameters, 0.178, late_bytes=4 * late, row_length=parameters / rows)
+    found = predict.compare(network.preset("nvlink_25gbe", 4, 4), work, names, wire="int8")
+    assert out == f"{predict.format_table(found)}\n{gantt}\n"  # nodes of config.local_size
+    assert gantt.read_bytes().startswith(b"\x89PNG")
+
+
+def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
+    """Without the first row, which compiles; the mean of 4 steps varies half as much as a step."""
+    times = 0.2 * np.exp(0.05 * np.random.default_rng(0).standard_normal(60))
+    times[0] = 9.0
+    rows = [{"step": 4 * k, "perf/step_time_s": time} for k, time in enumerate(times)]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 240}]))
+    command = ["predict", *CLUSTER, "--nodes", 2, "--parameters", "1e6", "--trace", tmp_path]
+    command += ["--algorithms", "all_reduce"]
+    out = works(capsys, *command)
+    step, compute, _, stragglers = map(float, re.findall(r"\d+\.\d", out.splitlines()[-1])[:4])
+    assert compute == pytest.approx(1e3 * times[1:].mean(), abs=0.1)
+    assert stragglers == pytest.approx(200 * 0.1 * 1.42, rel=0.25)  # E max of 8
+    assert step > compute + stragglers - 0.2
+    for text, named in (("{}\n", "0 rows"), ("torn {\n{}\n", "line 1")):
+        file.write_text(text)
+        err = refused(capsys, *command)
+        assert named in err and str(tmp_path) in err
+
+
+HURRY = ["--time_limit_s", "0.2"]
+
+
+def two_sites(tmp_path):
+    """Four machines each, two by two in turn: two rounds of one_peer_exp must cross."""
+    whole = network.preset("dtfm_case3").take([0, 1, 32, 33, 2, 3, 34, 35])
+    whole.save(tmp_path / "network.json")
+    return whole
+
+
+def test_recommend_prints_and_writes_what_is_recommended(capsys, tmp_path):
+    """The plan names every device once, in an order that makes the step no longer."""
+    path, whole, work = tmp_path / "plan.json", two_sites(tmp_path), work_of(500e6, 2)
+    names, wires = ["one_peer_exp", "bidirectional_ring"], ["float32", "int8"]
+    out = works(
+        capsys,
+        *("recommend", "--network", tmp_path / "network.json", "--parameters", "500e6"),
+        *("--compute_s", 2, "--schedules", ",".join(names), "--wires", ",".join(wires)),
+        *("--mix_every", "1,3", "--tokens_per_parameter", 30, "--largest_slow_down", 1.18),
+        *("--plan", path, *HURRY),
+    )
+    found = recommend.choices(
+        whole, work, schedules=names, wires=wires, mix_every=(1, 3), tokens_per_parameter=30,
+        largest_slow_down=1.18,
+    )  # fmt: skip
+    best, gossip = found[0], found[0].algorithm
+    assert len(found) == 5 and gossip.mix_every == 1  # of nine
+    lines = "".join(f"    {line}\n" for line in recommend.config_lines(best))
+    parts = recommend.explain(found), recommend.format_table(found), f"In the config:\n{lines}"
+    assert out.startswith("\n\n".join(parts)) and f"--config.cluster.plan={path}" in out
+    plan = plan_file.load(path)
+    assert (plan.schedule.name, plan.mix_every) == (gossip.name, gossip.mix_every)
+    listed, placed = (
+        predict.step_s(whole.take(order), work, gossip)
+        for order in (range(8), plan.device_order(whole.names))
+    )
+    assert placed <= 1.001 * listed
+    expected = {"step_s": placed, "step_s_in_the_order_of_the_network": listed}
+    expected |= {"label": best.prediction.label, "steps_relative_to_all_reduce": best.slow_down}
+    assert plan.expected == pytest.approx(expected)
+
+
+def test_all_reduce_follows_no_plan(capsys, tmp_path):
+    arguments = ["recommend", "--network", "pcie_100gb_ib", "--nodes", 1, "--devices_per_node", 4]
+    arguments += ["--parameters", "1e6", "--compute_s", 1, "--plan", tmp_path / "plan.json"]
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out.startswith("Take all_reduce")
+    assert "all_reduce" in err and err.count("\n") == 1
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_place_orders_replicas_and_draws(capsys, tmp_path):
+    whole = two_sites(tmp_path)
+    plan, picture = tmp_path / "plan.json", tmp_path / "p.png"
+    out = works(
+        capsys,
+        *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", *HURRY),
+        *("--schedule", "one_peer_exp", "--compute_s", 1.1, "--plan", plan, "--out", picture),
+    )
+    found = plan_file.load(plan)
+    order = found.device_order(whole.names)
+    listed, placed = (
+        evaluate(whole, found.schedule, 4e8, one, compute_s=1.1) for one in (None, order)
+    )
+    assert placed.mean_round_s < listed.mean_round_s and placed.round_s.count(1.1) == 2
+    for row, one in zip(out.splitlines()[2:4], (listed, placed), strict=True):
+        wanted = [one.mean_round_s, *one.round_s, one.disagreement_s, one.consensus_per_s]
+        found_here = list(map(float, row.split("|", 2)[2].replace("|", " ").split()))
+        assert found_here == pytest.approx(wanted, rel=5e-3)
+    assert "".join(f"{k:7}: {name}\n" for k, name in enumerate(found.devices)) in out
+    expected = {"round_s": list(placed.round_s), "disagreement_s": placed.disagreement_s}
+    assert found.expected == expected | {"mean_round_s": placed.mean_round_s}
+    assert picture.exists()
+
+
+def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
+    """DT-FM's case 4 by its published total."""
+    arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
+    arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
+    out = works(capsys, *arguments, *HURRY, "--plan", path := tmp_path / "plan.json")
+    assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
+    plan = plan_file.load(path)
+    assert (plan.stages, plan.schedule.num_replicas, plan.layers) == (8, 8, ())
+    assert f"stage 0: {' '.join(plan.devices[::8])}" in out  # of the eight replicas
+
+
+@pytest.mark.parametrize(("order", "averaging"), [("gpipe", "all_reduce"), ("1f1b", "gossip")])
+def test_place_exchanges_machines_until_the_step_is_shortest(order, averaging, capsys, tmp_path):
+    """Against all layouts of four machines, of which one is three times as fast."""
+    whole, speeds = two_sites(tmp_path).take([0, 2, 1, 4]), [1, 1, 3, 1]
+    whole.save(tmp_path / "network.json")
+    (tmp_path / "speeds.json").write_text(json.dumps(speeds))
+    out = works(
+        capsys,
+        *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", "--stages", 2),
+        *("--replicas", 2, "--pipeline_bytes", "4e8", "--micro_batches", 4, "--compute_s", 6),
+        *("--layers", 7, "--output_layers", 2, "--speeds", tmp_path / "speeds.json"),
+        *("--order", order, "--averaging", averaging, *HURRY),
+        *("--plan", path := tmp_path / "plan.json"),
+    )
+    job, schedule = placement.Job(2, 2, 2e8, 4e8), topology.make("one_peer_exp", 2)
+    step = StepTime(whole, job, schedule, 4)
+
+    def layers_of(stages):
+        slow = np.array(speeds)[stages].min(axis=1)
+        return min(range(1, 7), key=lambda k: max(k / slow[0], (9 - k) / slow[1]))
+
+    def seconds_of(stages, order=order, averaging=averaging):
+        k = layers_of(stages)
+        forward_s = 6 / 3 / 4 * np.array([[k], [9 - k]]) / 9 / np.array(speeds)[stages]
+        return step(stages, forward_s, order, averaging)
+
+    found = plan_file.load(path)
+    stages = np.array(found.device_order(whole.names)).reshape(2, 2).T
+    assert found.layers == (k := layers_of(stages), 7 - k)
+    assert f"layers of the stages: {k},{7 - k}\n" in out
+    every = [np.reshape(one, (2, 2)) for one in itertools.permutations(range(4))]
+    assert seconds_of(stages) == pytest.approx(min(map(seconds_of, every)))
+    for name in ORDERS:
+        row = re.search(rf"^\| {name} \| (.*) \|$", out, re.M)[1]
+        taken = [seconds_of(stages, name, way) for way in AVERAGING]
+        assert list(map(float, row.split("|"))) == pytest.approx(taken, rel=1e-3)
+    costs = placement.evaluate(whole, job, stages)
+    assert found.expected == pytest.approx(costs._asdict() | {"total_s": costs.total_s})
+
+
+@pytest.mark.parametrize("command", ["", "network", "predict", "recommend", "place"])
+def test_help_teaches_with_examples(capsys, command):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command.split(), "--help"])
+    assert left.value.code == 0
+    assert "decent-jax planner" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
+    """Every command in the help, on a network of its own, parses and ends well."""
+    monkeypatch.chdir(tmp_path)
+    network.preset("nvlink_25gbe", 4, 4).save("network.json")
+    (tmp_path / "configs").symlink_to(CONFIG.parent)
+    (tmp_path / "runs" / "alone").mkdir(parents=True)
+    (tmp_path / "runs" / "alone" / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {k}, "perf/step_time_s": 0.{10 + k % 7}}}\n' for k in range(9))
+    )
+    text = "".join(run.__doc__ for run in cli.COMMANDS.values()).replace("\\\n", " ")
+    commands = re.findall(r"^ *decent-jax planner (.*)$", text, re.MULTILINE)
+    assert len(commands) >= 12
+    for command in commands:
+        searches = command.startswith(("place", "recommend"))
+        hurry = ["--time_limit_s", "0.1"] if searches else []
+        code, _, err = run(capsys, *command.split(), *hurry)
+        assert (code, err) == (0, ""), command
+
+
+def test_planning_does_not_import_jax():
+    code = (
+        "import sys; from decent_jax.planner import __main__ as cli; "
+        "cli.main('recommend --network pcie_25gbe --nodes 2 --devices_per_node 2 --parameters 1e6 "
+        "--compute_s 0.1'.split()); import decent_jax.planner.search; "
+        "print({'jax', 'networkx', 'matplotlib', 'scipy.stats'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("Take "), done.stderr
+    assert done.stdout.endswith("set()\n")
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ([], "COMMAND"),
+        (["guess"], "guess"),
+        (["predict"], "--network"),
+        (["predict", "--network", "nowhere", *MODEL], "got 'nowhere'"),
+        (["predict", *CLUSTER, *MODEL], "--nodes"),
+        (["predict", *CLUSTER, *MODEL, "--nodes", "2,4"], "'2,4'"),
+        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "'two'"),
+        (["predict", *TWO], "--parameters"),
+        (["predict", *TWO, "--parameters", "1e6"], "--compute_s"),
+        (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s"),
+        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "'nan'"),
+        (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
+        (["predict", *TWO, *MODEL, "--trace", "x"], "--trace"),
+        (["predict", *TWO, *PLACED, "--trace", "x"], "--trace x"),
+        (["predict", *TWO, *MODEL, "--wire", "int3"], "--wire"),
+        (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no.py"),
+        (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "dtfm_case1"),
+        (["recommend", *TWO, *MODEL, "--wires", "int3"], "--wires"),
+        (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
+        (["place", *TWO], "--parameters"),
+        (["place", *TWO, *PLACED, "--schedule", "web"], "'web'"),
+        (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "hypercube"),
+        (["place", *TWO, *PLACED, "--stages", "2"], "--replicas"),
+        (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "--compute_s"),
+        (["place", *TWO, *PLACED, *STAGES, "--averaging", "none"], "'none'"),
+        (["place", *TWO, *PLACED, *STAGES, "--layers", "1"], "pipeline.stages 2"),
+        (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "8 devices"),
+        (["place", *TWO, *PLACED, *STAGES, "--speeds", "no"], "no"),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
+)
+def test_bad_flags_are_one_sentence_that_names_them(capsys, arguments, named):
+    assert named in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["network", "--save"],
+        ["predict", *MODEL, "--out"],
+        ["recommend", *MODEL, "--plan"],
+        ["place", *PLACED, "--plan"],
+    ],
+    ids=lambda command: f"{command[0]} {command[-1]}",
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(capsys, tmp_path, command):
+    name, *flags = command
+    nowhere = tmp_path / "nowhere" / ("x.png" if flags[-1] == "--out" else "x.json")
+    err = refused(capsys, name, *CLUSTER, "--nodes", 2, *flags, nowhere)
+    assert f"{flags[-1]}: " in err and str(nowhere) in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_nodes_or_replicas_than_the_network_has(capsys, tmp_path):
+    network.preset("nvlink_25gbe", 4, 2).save(path := tmp_path / "network.json")
+    arguments = ["predict", "--network", path, "--compute_s", 1]
+    err = refused(capsys, *arguments, "--nodes", 9, "--parameters", "1e6")
+    assert "--nodes" in err and "got 9" in err
+    err = refused(capsys, *arguments, "--config", f"{CONFIG}:decentralized")
+    assert "num_replicas" in err and "got 16" in err

@@ -1,0 +1,287 @@
+"""What a user can get wrong in a config or on the command line, and how it is answered."""
+
+import importlib
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import tiny
+from refusals import refused
+
+import decent_jax
+from decent_jax import train
+from decent_jax.commands import main as command
+from decent_jax.ground import fields, json_files
+from decent_jax.train import config as config_lib
+from decent_jax.train import experiment, loop
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv):
+    """As train.py does."""
+    return command.train(argv, "train.py")
+
+
+@pytest.fixture(name="call")
+def train_py(tmp_path, tiny_data, capsys, monkeypatch):
+    """train.py with the tiny config: (exit code, stderr); training itself is an error."""
+
+    def never(runner, work):
+        raise AssertionError("training began")
+
+    monkeypatch.setattr(loop, "train", never)
+    path = tiny.write_config(tmp_path / "tiny_config.py", tiny_data)
+
+    def call(*arguments, config=path, workdir=tmp_path / "run"):
+        argv = ["--config", str(config), *arguments]
+        code = main(argv + (["--workdir", str(workdir)] if workdir else []))
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def one_sentence(err: str) -> str:
+    assert err.startswith("train.py: ") and err.count("\n") == 1, err
+    assert "Traceback" not in err and len(err) < 500
+    return err.removeprefix("train.py: ").strip()
+
+
+# Arguments, and where they are not those of the first argument: the field and the value in the
+# sentence. A value of "" is not looked for.
+WRONG = """
+# names
+num_replica=4 | num_replica |
+xyzzy=4 | xyzzy |
+mesh=4 | mesh |
+# types
+num_replicas=four
+model.bias=maybe
+# choices
+task=chess
+algorithm=adam
+combine=without
+model.preset=tiny
+schedule=stars
+schedule=base_k(max_degree
+schedule=base_k(degree=2) | schedule | degree
+schedule=hierarchical | schedule | local_size 1
+# numbers
+steps=0
+learning_rate=nan
+optimizer.b1=1
+# combinations
+batch_size=10
+eval.batch_size=6
+micro_batches=3
+num_replicas=6 batch_size=12 schedule=hypercube | schedule | hypercube of 6
+schedule=alternating_exp_ring local_size=3 | schedule | 3
+model.heads=3 | heads | 16
+model.vocab_size=100
+lr_schedule.name=cosine lr_schedule.warmup=13 | lr_schedule.warmup | 13
+lr_schedule.name=cosine 'lr_schedule.warmup=1 epoch' | lr_schedule.warmup | 50
+mesh.devices=3
+mesh.devices=16 num_replicas=16 batch_size=16
+eval.every=often
+'checkpoint.every=5 hours'
+data.path=
+data.alpha=0
+data.partition=dirichlet
+data.path=/nowhere
+data.path=/ | manifest.json |
+model.context=1000 | tokens | 1001
+model.init_from=/no.safetensors
+cluster.coordinator=localhost:1 | cluster.process_id | -1
+cluster.num_processes=2 | cluster.process_id | -1
+cluster.coordinator=a:1 cluster.num_processes=2 cluster.process_id=2 | cluster.process_id | 2
+cluster.coordinator=a:1 cluster.num_processes=3 cluster.process_id=0 | cluster.num_processes | 3
+mesh.fsdp=2 mesh.devices=4 | mesh.devices | 4
+mesh.fsdp=4 batch_size=16 mesh.devices=0 | devices | 16
+mesh.fsdp=2 mesh.devices=8 batch_size=12 | mesh.fsdp | 2
+mesh.fsdp=2 mesh.devices=8 batch_size=24 micro_batches=2 | mesh.fsdp | 2
+mesh.fsdp=2 mesh.devices=8 schedule=hierarchical local_size=2 | schedule | hierarchical
+# methods refuse by themselves (test_methods.py); here, that it arrives
+algorithm=d2 schedule=bidirectional_ring mix_every=2 | mix_every | 2
+algorithm=diloco schedule=complete mix_every=4 diloco.delay=4 | diloco.delay | 4
+algorithm=noloco noloco.delay=1 | noloco.delay | 1
+algorithm=noloco mix_every=4 noloco.delay=-1 | noloco.delay | -1
+mix_every=13 | mix_every | 12
+schedule=random_out(seed=2) | schedule | random_out
+comm_dtype=fp8
+algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
+algorithm=quasi_global_sgd | optimizer.weight_decay |
+algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
+algorithm=gasloc gamma=0.5 | gamma | 0.5
+algorithm=gradient_tracking gamma_power=0.5 | gamma_power | 0.5
+learning_rate=0.0 gamma_power=0.5 | gamma_power | 0.5
+algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5
+algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
+# trainers of their own
+peers.use=true algorithm=d2 schedule=bidirectional_ring | algorithm | d2
+peers.use=true algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
+peers.use=true algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
+peers.use=true algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
+peers.use=true algorithm=swarm optimizer.name=sgd comm_dtype=int8 | comm_dtype | int8
+peers.use=true algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
+peers.use=true algorithm=noloco optimizer.name=sgd noloco.weighted=true | noloco.weighted | True
+pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
+pipeline.stages=2 micro_batches=2 | micro_batches | 2
+pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
+pipeline.stages=2 algorithm=gradient_tracking | algorithm | gradient_tracking
+pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_distance | 0.5
+"""
+
+# The words that people see, whole; the only ones of this file.
+GOLDEN = {
+    "num_replica=4": "the config has no field 'num_replica'; did you mean 'num_replicas'?",
+    "xyzzy=4": "the config has no field 'xyzzy'; --show prints them all",
+    "num_replicas=four": "num_replicas must be of type int (such as 8), got 'four'",
+    "combine=without": "combine must be one of with, then or left empty, got 'without'",
+    "steps=0": "steps must be at least 1 (or epochs above 0), got 0",
+    "optimizer.b1=1": "optimizer.b1 must be in [0, 1), got 1.0",
+    "batch_size=10": "batch_size must be a multiple of num_replicas, 4, got 10",
+    "data.path=/nowhere": "data.path: there is no folder '/nowhere'; make it with `decent-jax "
+    "prepare text`",
+}
+
+
+def cases(table):
+    lines = [line for line in table.strip().splitlines() if line[0] != "#"]
+    for line in lines:
+        words, *expected = (part.strip() for part in line.split("|"))
+        arguments = shlex.split(words)
+        yield pytest.param(arguments, *(expected or arguments[0].split("=", 1)), id=words)
+
+
+@pytest.mark.parametrize(("arguments", "field", "value"), list(cases(WRONG)))
+def test_a_wrong_value_is_refused_before_anything_begins(
+    call, tmp_path, monkeypatch, arguments, field, value
+):
+    """By the command as by `train.run`, which sweeps and --check ask, too."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    needs_data = "epoch" in " ".join(arguments)  # of the data, which is opened first
+    if not needs_data and not any(name.startswith("mesh.") for name in names):
+        # No other process is waited for, nor asked to wait.
+        monkeypatch.setattr(experiment.cluster, "start", None)
+    code, err = call(*(f"--config.{argument}" for argument in arguments))
+    if needs_data:
+        err = err[err.index("train.py: ") :]  # behind the table of devices
+    sentence = one_sentence(err)
+    assert code == 2
+    assert field in sentence and value in sentence, sentence
+    assert sentence == GOLDEN.get(" ".join(arguments), sentence)
+    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (not needs_data and (tmp_path / "run").exists())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"batch_size": 10}, "batch_size", 10),
+        ({"micro_batches": 3}, "micro_batches", 3),
+        ({"schedule": "stars"}, "schedule", "stars"),
+        ({"seed": -1}, "seed", -1),
+        ({"algorithm": "adam"}, "algorithm", "adam"),
+        ({"algorithm": "all_reduce", "mix_every": 3}, "mix_every", 3),
+        ({"algorithm": "noloco", "mix_every": 2, "noloco": {"delay": 2}}, "noloco.delay", 2),
+        ({"peers": {"use": True}}, "algorithm", "accum_adam"),
+        ({"pipeline": {"stages": 2}}, "task", "toys.waves"),
+    ],
+)
+def test_a_refusal_carries_its_field_and_value(changes, field, value):
+    """Whatever asks: a run, a dry run or a sweep."""
+    with refused(field, value):
+        config_lib.validate(tiny.waves(**changes))
+    with refused(field, value):
+        train.dry_run(tiny.waves(**changes))
+
+
+def test_what_trains_a_config_is_what_it_asks_for(monkeypatch, tmp_path):
+    """Also for those who call `decent_jax.run` from Python."""
+    asked = []
+    for name in ("peers", "pipelines"):
+        room = importlib.import_module(f"decent_jax.{name}")
+        monkeypatch.setattr(room, "run", lambda config, workdir, name=name: asked.append(name))
+    decent_jax.run(tiny.waves(peers={"use": True}), tmp_path)
+    decent_jax.run(tiny.waves(pipeline={"stages": 2}), tmp_path)
+    assert asked == ["peers", "pipelines"] and not any(tmp_path.iterdir())
+
+
+def test_nothing_counts_to_zero():
+    counts = "optimizer.window mix_every batch_size micro_batches local_size log.every mesh.fsdp"
+    for name in f"{counts} checkpoint.keep max_failing_steps cluster.timeout_s".split():
+        with refused(name, 0):
+            config_lib.common_fields()[name].check(name, 0)
+
+
+def test_the_largest_values_that_are_allowed():
+    wave = {"steps": 12, "mix_every": 12, "recovery": {"every": 12}, "algorithm": "noloco"}
+    wave |= {"lr_schedule": {"name": "cosine", "warmup": 12}, "noloco": {"delay": 11}}
+    wave |= {"data": {"workers": 32 * os.cpu_count()}, "num_replicas": 4, "batch_size": 8}
+    config_lib.validate(tiny.waves(micro_batches=2, **wave))
+
+
+def test_durations():
+    """Of 400 steps, 50 per epoch; all but 0 are at least one step."""
+    wanted = {"0, 0 epochs": 0, "7, 7 steps": 7, "1 step, 0.1%": 1, "2 epochs, 25%": 100}
+    for values, steps in (wanted | {"0.5 epochs": 25, "5%,  5 % ": 20}).items():
+        for value in values.split(","):
+            assert fields.in_steps("x", value, steps_per_epoch=50, steps=400) == steps
+    assert [fields.in_steps("x", value, 50, 400) for value in (0, 7)] == [0, 7]
+
+
+def test_what_is_no_duration():
+    for value in (-1, "-1", 1.5, True, None, "", "5 %%", "epochs", "1e3", [3]):
+        with refused("eval.every", value):
+            fields.parse_duration("eval.every", value)
+
+
+def test_types_are_checked_in_a_config_made_by_hand(tiny_data):
+    for value in (8.0, True):
+        config = tiny.config(tiny_data)
+        with config.ignore_type():
+            config.learning_rate = 1  # an int is as good as a float
+            config.batch_size = value
+        with refused("batch_size", value):
+            config_lib.validate(config)
+
+
+def test_loggers_that_are_not_installed_are_told_before_training(call, monkeypatch):
+    find = config_lib.importlib.util.find_spec
+    monkeypatch.setattr(
+        config_lib.importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
+    )
+    code, err = call("--config.log.wandb=true")
+    assert code == 2 and "log.wandb" in one_sentence(err)
+
+
+def test_all_reduce_does_not_mind_the_schedule():
+    config = tiny.waves(num_replicas=6, batch_size=12, schedule="hypercube")
+    with refused("schedule", "hypercube"):
+        config_lib.validate(config)
+    config.algorithm = "all_reduce"
+    config_lib.validate(config)
+
+
+def test_a_field_newer_than_the_run_does_not_stop_its_resume():
+    """It had its default; another value is a change like any other."""
+    new = json_files.flat(tiny.waves())
+    old = {name: value for name, value in new.items() if name != "comm_dtype"}
+    assert config_lib.refused_changes(old, new) == []
+    changed = config_lib.refused_changes(old, {**new, "comm_dtype": "int8"})
+    assert changed == ["comm_dtype: 'float32' -> 'int8'"]
+    # A batch may follow the number of replicas.
+    assert config_lib.refused_changes(new, {**new, "num_replicas": 2, "batch_size": 4}) == []
+    assert config_lib.refused_changes(new, {**new, "num_replicas": 2, "batch_size": 6})
+
+
+def test_drops_are_durations():
+    config = tiny.waves(lr_schedule={"name": "step", "drops": "50%, 3"})
+    config_lib.validate(config)
+    assert config_lib.drops_in_steps(config, 10, 12) == [3, 6]
+    config.lr_schedule.drops = ""
+    assert config_lib.drops_in_steps(config, 10, 12) == []
+    config.lr_schedule.drops = "3 weeks"
+    with refused("each of lr_schedule.drops", "3 weeks"):
+        config_lib.validate(config)

@@ -1,0 +1,304 @@
+"""What the time of a run is spent on: by hand, over random deaths, and in real runs."""
+
+import importlib
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import psutil
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from toys.waves import Waves
+
+from decent_jax.ground import account, machine
+from decent_jax.train import goodput, synchronous
+from decent_jax.train.goodput import CAUSES, Clock, Idle
+from decent_jax.train.synchronous import Feed
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+def nonzero(spent):
+    return {cause: seconds for cause, seconds in spent.items() if seconds}
+
+
+class Moved:
+    """A clock and the calendar, which the test moves."""
+
+    def __init__(self, at=0.0):
+        self.at = at
+        self.clock = Clock(lambda: self.at, lambda: self.at)
+
+    def spend(self, seconds, cause=None):
+        if cause is None:
+            self.at += seconds
+        else:
+            with self.clock.of(cause):
+                self.at += seconds
+
+
+def test_each_moment_counts_once_by_hand():
+    moved = Moved(5.0)
+    moved.spend(3.0)
+    moved.clock.waited_for_data(2.0)  # for the first batch: a part of the start
+    moved.spend(10.0, "compiling")
+    moved.spend(40.0)
+    moved.clock.waited_for_data(4.0)
+    moved.spend(2.0, "compiling")  # another round
+    moved.spend(8.0, "evaluation")
+    with moved.clock.of("evaluation"):
+        moved.spend(1.0, "checkpoints")
+        moved.spend(0.5)
+    moved.spend(31.5)
+    spent = moved.clock.spent()
+    assert nonzero(spent) == {
+        "steps": 67.5,
+        "start": 3.0,
+        "compiling": 12.0,
+        "data": 4.0,
+        "evaluation": 8.5,
+        "checkpoints": 1.0,
+    }
+    assert sum(spent.values()) == moved.at - 5.0 == 96.0
+    assert account.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
+    assert account.describe(spent, mfu=0.4) == (
+        "goodput 70% of 1 min 36 s: 12% compiling, 9% evaluation, 4% data, 3% start, "
+        "1% checkpoints; 40.0% of the devices' peak (mfu)"
+    )
+
+
+def test_a_row_counts_steps_and_data_alone():
+    moved = Moved()
+    moved.spend(1.0, "compiling")
+    moved.clock.begin_row(seconds=3.0, waited=0.5)  # of an earlier session
+    moved.spend(6.0)
+    moved.clock.waited_for_data(2.0)
+    moved.spend(7.0, "evaluation")
+    assert moved.clock.lap() == (9.0, 2.5)
+    moved.spend(2.0)
+    assert (moved.clock.seconds, moved.clock.of_row(), moved.clock.waited) == (6.0, 2.0, 0.0)
+
+
+SPAN = st.integers(0, 50)
+SESSION = st.fixed_dictionaries(
+    {
+        "until": SPAN,  # it starts so long after the one before
+        "start": SPAN,
+        "compiling": SPAN,
+        "steps": st.lists(st.tuples(SPAN, SPAN, st.sampled_from("sre ")), max_size=8),
+        "ends": st.booleans(),
+        "damaged": st.integers(0, 2),  # the newest checkpoints, which cannot be read
+    }
+)
+
+
+@given(st.lists(SESSION, min_size=1, max_size=6))
+def test_over_sessions_the_sum_is_the_time_and_steps_are_those_that_stayed(sessions):
+    """Against a list of all steps made, of which a resume drops the last ones."""
+    now, pauses, last, saved, made = 0.0, 0.0, None, [], []
+    for session in sessions:
+        now += session["until"]
+        moved = Moved(now)
+        if last is not None and last["ended"]:
+            pauses += now - last["date"]
+        moved.spend(session["start"])
+        del saved[max(0, len(saved) - session["damaged"]) :]
+        checkpoint = saved[-1][1] if saved else None
+        made = list(saved[-1][0]) if saved else []
+        moved.clock.resume(checkpoint, last)
+        if last is None:
+            pauses = session["until"]
+        moved.spend(session["compiling"], "compiling")
+        for seconds, waiting, then in session["steps"]:
+            moved.spend(seconds + waiting)
+            moved.clock.waited_for_data(waiting)
+            made.append(seconds)
+            if then == "e":
+                moved.spend(seconds, "evaluation")
+            if then == "s":
+                saved.append((list(made), moved.clock.record()))
+            last = moved.clock.record()
+        spent = moved.clock.spent()
+        assert spent["steps"] == sum(made)
+        assert sum(spent.values()) == moved.at - pauses
+        last = moved.clock.record(session["ends"])
+        now = moved.at
+
+
+def test_a_session_that_begins_before_its_clock():
+    assert Clock(lambda: 7.0, began=4.0).spent()["start"] == 3.0
+    with goodput.session(100.0), goodput.session():
+        assert goodput.session_clock().spent()["start"] >= 100.0
+    assert goodput.session_clock().spent()["start"] < 100.0
+    by_psutil = time.time() - psutil.Process().create_time()
+    assert machine.process_seconds() == pytest.approx(by_psutil, abs=5)
+
+
+def test_waiting_for_data_while_the_devices_work_costs_nothing():
+    now, ended, seen = [0.0], threading.Event(), threading.Event()
+
+    def clock():
+        if threading.current_thread() is not threading.main_thread():
+            seen.set()
+        return now[0]
+
+    with Idle(clock) as idle:
+        assert idle.seconds(1.0, 3.0) == 2.0  # nothing has begun
+        idle.begin(SimpleNamespace(block_until_ready=ended.wait))
+        assert idle.seconds(4.0, 9.0) == 0.0
+        now[0] = 11.0
+        ended.set()
+        assert seen.wait(60)
+        idle.begin(jnp.zeros(3))  # read in order, so the first has been noted when this has
+        while not idle.seconds(10.0, 15.0):
+            pass
+        assert (idle.seconds(10.0, 15.0), idle.seconds(12.0, 15.0)) == (4.0, 3.0)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_the_account_of_a_run_is_its_time(tmp_path):
+    """On a clock that goes on by one whenever it is read; little is read after the last record."""
+    ticks = itertools.count()
+    settings = tiny.waves(eval={"every": 4}, checkpoint={"every": 3}, log={"every": 2})
+    folder = tiny.run(settings, tmp_path, clock=Clock(lambda: next(ticks)))
+    record = account.read(folder / account.FILE)
+    assert record is not None and record["ended"]
+    assert sum(record["seconds"].values()) == pytest.approx(next(ticks), abs=4)
+    for cause in ("steps", "start", "compiling", "evaluation", "checkpoints"):
+        assert record["seconds"][cause] > 0, cause
+    summary = tiny.summary(folder)["goodput"]
+    assert summary["share"] == pytest.approx(
+        summary["seconds"]["steps"] / sum(summary["seconds"].values()), abs=1e-5
+    )
+    rows, causes = tiny.rows(folder), {f"goodput/{cause}" for cause in CAUSES}
+    assert [row["step"] for row in rows if "goodput" in row] == [2, 4, 6, 8, 10, 12]
+    explained = [row for row in rows if causes & set(row)]
+    assert [row["step"] for row in explained] == [4, 8, 12]
+    for row in explained:
+        assert row["goodput"] + sum(row[name] for name in causes) == pytest.approx(1, abs=1e-5)
+
+
+class Killed(BaseException):
+    """Ends a run as nothing that it expects."""
+
+
+def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recovery(
+    tmp_path, monkeypatch
+):
+    """On a clock by which each step takes ten seconds, and nothing else takes any."""
+    batches = Feed.next
+    settings = {"checkpoint": {"every": 3}, "log": {"every": 5}}
+
+    def session(date, steps, killed_in=None):
+        signals, count = tiny.SignalAfter(-1, 0), iter(range(100))
+
+        def next_batch(feed):
+            if next(count) == killed_in:
+                raise Killed
+            return batches(feed)
+
+        monkeypatch.setattr(Feed, "next", next_batch)
+        clock = Clock(lambda: 10.0 * signals.looks, lambda: date + 10.0 * signals.looks)
+        tiny.run(tiny.waves(steps=steps, **settings), tmp_path, clock=clock, signals=signals)
+        return nonzero(tiny.summary(tmp_path)["goodput"]["seconds"])
+
+    with pytest.raises(Killed):
+        session(0.0, 12, killed_in=9)  # after eight steps, the checkpoint is of the sixth
+    assert session(1000.0, 12) == {"steps": 120.0, "lost": 20.0, "recovery": 920.0}
+    # A session that ended as it should leaves no gap.
+    assert session(9000.0, 15) == {"steps": 150.0, "lost": 20.0, "recovery": 920.0}
+    # Without any checkpoint all steps are lost.
+    (tmp_path / "checkpoints").rename(tmp_path / "gone")
+    assert session(9999.0, 12) == {"steps": 120.0, "lost": 170.0, "recovery": 920.0}
+
+
+def test_a_damaged_account_begins_anew(tmp_path):
+    folder = tiny.run(tiny.waves(steps=2), tmp_path)
+    (folder / account.FILE).write_text(json.dumps({"seconds": {"steps": "many"}}))
+    tiny.run(tiny.waves(steps=4), folder)
+    seconds = tiny.summary(folder)["goodput"]["seconds"]
+    assert seconds["steps"] > 0 and seconds["recovery"] >= 0
+
+
+# --- The peak of devices --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_of_a_device_by_its_name(kind, tera):
+    assert goodput.peak_of(kind) == (None if tera is None else pytest.approx(1e12 * tera))
+    pair = [SimpleNamespace(device_kind=kind), SimpleNamespace(device_kind="NVIDIA L4")]
+    both = goodput.peak(pair)
+    assert both == (None if tera is None else pytest.approx(1e12 * (tera + 121)))
+
+
+def test_mfu_of_rows_and_of_the_run_by_hand(tmp_path, monkeypatch):
+    """Devices of 1 MFLOP/s; the task says how much its model computes for an example."""
+    monkeypatch.setattr(synchronous, "peak", lambda devices: 1e6 * len(list(devices)))
+    folder = tiny.run(tiny.waves(steps=4), tmp_path)
+    rows = tiny.rows(folder)
+    for row in rows:
+        wanted = Waves.flops_per_example * 8 / row["perf/step_time_s"] / 1e6
+        assert row["perf/mfu"] == pytest.approx(wanted, rel=1e-5)
+    mfu = sorted(row["perf/mfu"] for row in rows)
+    assert tiny.summary(folder)["mfu"] == pytest.approx((mfu[1] + mfu[2]) / 2)
+
+
+# --- The benchmark --------------------------------------------------------------------------------
+
+
+def test_the_benchmark_compares_runs_with_kills_to_undisturbed_ones(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    benchmark = importlib.import_module("goodput")
+    trace = [[0.0, 1], [10.0, 51], [20.0, 101]]
+    kills = [{"again_s": seconds, "lost": lost} for seconds, lost in ((2.0, 3), (5.0, 0), (3.0, 1))]
+    rows = [
+        {
+            "arm": "gossip",
+            "every": None,
+            "seconds": 20.0,
+            "steps": 100,
+            "kills": [],
+            "trace": trace,
+        },
+        {
+            "arm": "gossip",
+            "every": 10,
+            "seconds": 40.0,
+            "steps": 150,
+            "kills": kills,
+            "differ": [7, 8],
+            "trace": trace,
+        },
+    ]
+    cells = [line.split(" | ") for line in benchmark.table(rows).splitlines()]
+    assert cells[2][4].startswith("100%")
+    assert cells[3][1:] == ["40", "3", "150", "75%", "3.0, 5.0", "1, 3", "2 |"]
+    benchmark.draw(rows, tmp_path / "goodput.png")
+    assert (tmp_path / "goodput.png").stat().st_size > 5000
