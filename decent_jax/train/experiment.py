@@ -163,8 +163,8 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
 # Links between hosts are slow, those inside a host are fast. Where every host holds several
 # replicas, all equally many, averaging inside the hosts first sends one model per host and round;
 # `ONE_HOST` sends up to as many models as the host has replicas. The planner, which knows the
-# links, chooses the same where a host can send about one model per step (tests/train/test_hosts.py).
-# On slower links it leaves out steps, on faster ones it also sends more.
+# links, chooses the same where a host can send about one model per step; on slower links it leaves
+# out steps, on faster ones it also sends more: tests/train/test_hosts.py.
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
 # As good as `ONE_HOST` for 2^k replicas, for which alone it exists; XLA on GPUs needs communicators
 # of two devices only.
