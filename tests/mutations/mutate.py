@@ -41,10 +41,10 @@ class Mutation:
     replace: str
     tests: tuple[str, ...]  # arguments of pytest
 
-    def files(self) -> list[Path]:
-        """The file that holds the text, relative to the checkout; one for each time."""
-        files = (ROOT / "decent_jax").rglob("*.py")
-        return [p.relative_to(ROOT) for p in files for _ in range(p.read_text().count(self.find))]
+    def files(self, root: Path) -> list[Path]:
+        """The file that holds the text, in a checkout; one for each time."""
+        files = (root / "decent_jax").rglob("*.py")
+        return [path for path in files for _ in range(path.read_text().count(self.find))]
 
 
 def test_file(name: str) -> str:
@@ -95,7 +95,7 @@ def run_tests(tests: tuple[str, ...], root: Path) -> tuple[int, str]:
 
 def notices(mutation: Mutation, root: Path) -> tuple[bool, str]:
     """Whether a test fails with the mutation, in the copy `root`, which is restored; and which."""
-    path = root / mutation.files()[0]
+    path = mutation.files(root)[0]
     whole = path.read_text()
     path.write_text(whole.replace(mutation.find, mutation.replace))
     try:
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="copies that run at a time")
     arguments = parser.parse_args()
     every = parse(Path(__file__).with_name("rows.txt").read_text())
-    counts = {m.name: len(m.files()) for m in every}
+    counts = {m.name: len(m.files(ROOT)) for m in every}
     if amiss := [f"{name}: its text occurs {n} times" for name, n in counts.items() if n != 1]:
         print("These rows do not apply; mend or replace them:", *amiss, sep="\n  ")
         return 1
