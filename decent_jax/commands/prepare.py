@@ -10,6 +10,7 @@ import signal
 import sys
 
 from decent_jax.data import worker_pool
+from decent_jax.data.reading import counted
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
             return 130
     for line in kind.report(manifest):
         print(line)
+    if manifest.get("left_out"):
+        print(f"left out, of other kinds: {counted(manifest['left_out'])}")
     print(f"wrote {out}")
     return 0
 

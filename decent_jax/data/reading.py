@@ -2,9 +2,11 @@
 
 import contextlib
 import gzip
+import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +17,67 @@ from decent_jax.ground.format import format_bytes
 def as_paths(given: str | Path | Iterable[str | Path]) -> list[Path]:
     """One path or several as a list."""
     return [Path(given)] if isinstance(given, str | Path) else [Path(path) for path in given]
+
+
+def files_below(
+    folder: str | Path, reads: Callable[[str], bool], left_out: Counter[str]
+) -> Iterator[str]:
+    """The files of a folder and its subfolders that ``reads(name)`` says are read.
+
+    Links are followed, and each real folder is read once. What is not read is counted in
+    ``left_out``, by `kind_of`.
+
+    Returns:
+      Paths within the folder; the files of each folder in the order of their names.
+
+    Raises:
+      DataError: a folder cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
+
+    seen = {os.path.realpath(folder)}
+    for here, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        hidden = [name for name in folders if name.startswith(".")]
+        found = {}
+        for name in sorted(set(folders).difference(hidden)):
+            if (real := os.path.realpath(os.path.join(here, name))) not in seen:
+                seen.add(real)
+                found[name] = real
+        folders[:] = found
+        left_out.update({"hidden": len(hidden)} if hidden else {})
+        for name in sorted(files):
+            path = os.path.join(here, name)
+            if name.startswith(".") or not reads(name) or not os.path.isfile(path):
+                left_out[kind_of(name)] += 1
+            else:
+                yield os.path.relpath(path, folder)
+
+
+def kind_of(name: str) -> str:
+    """The kind under which a file that is not read is counted: its suffix, mostly.
+
+    >>> [kind_of(name) for name in ("a.CSV", "b.c.json.bz2", "README", ".DS_Store")]
+    ['.csv', '.json.bz2', 'without a suffix', 'hidden']
+    """
+    if name.startswith("."):
+        return "hidden"
+    root, suffix = os.path.splitext(name.lower())
+    if suffix in (".br", ".bz2", ".gz", ".lz4", ".xz", ".zip", ".zst"):
+        suffix = os.path.splitext(root)[1] + suffix
+    return suffix or "without a suffix"
+
+
+def counted(left_out: dict[str, int]) -> str:
+    """Counts of kinds in words, the largest first.
+
+    >>> counted({".csv": 1, ".bz2": 3})
+    '3 .bz2, 1 .csv'
+    """
+    kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    more = f" and {len(kinds) - 20} other kinds" if len(kinds) > 20 else ""
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds[:20]) + more
 
 
 @contextlib.contextmanager

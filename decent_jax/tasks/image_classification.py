@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder
+from decent_jax.data.reading import counted
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
@@ -50,8 +52,8 @@ FIELDS = {
     "model.batch_norm_batches": Field(16, "training batches that recompute reads", at_least=1),
     "data.path": Field(
         GENERATED,
-        "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `decent-jax prepare "
-        'images`; "generated": pictures drawn at the start',
+        "folder with train/<class>/*.jpg, or made by TFDS or by `decent-jax prepare images`; "
+        '"generated": pictures drawn at the start',
     ),
     "data.image_size": Field(32, "pixels, sides of a training image", at_least=16, at_most=2**14),
     "data.flip": Field(True, "mirror every other training image"),
@@ -88,7 +90,7 @@ def validate(config: ConfigDict) -> None:
     generated = data.path == GENERATED
     if not generated and not Path(data.path).is_dir():
         why = (
-            "must be a folder with train/<class>/*.jpg, with ImageNet's archives or made by "
+            "must be a folder with train/<class>/*.jpg, or made by TFDS or by "
             f"`decent-jax prepare images`, or {GENERATED!r}"
         )
         raise ConfigError.about("data.path", data.path, why)
@@ -150,6 +152,9 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
     if data.path != GENERATED:
         with announce(f"looking for the images of {data.path}"):
             train, val = (image_folder.open_images(data.path, split) for split in ("train", "val"))
+        if left_out := Counter(train.left_out) + Counter(val.left_out):
+            with announce(f"leaving out, of other kinds: {counted(left_out)}"):
+                pass
         return ImageClassification(
             config,
             crops.TrainImages(train, data.image_size, whole=data.crop == "whole"),

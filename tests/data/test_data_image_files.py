@@ -1,16 +1,19 @@
 """Every layout of images gives the same records, every damage is named; generated pictures."""
 
+import io
 import json
 import pickle
 import shutil
-import tarfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import mini_imagenet as mini
 import numpy as np
 import pytest
+from PIL import Image
 from refusals import refuses
 
+from decent_jax.commands.prepare import main
 from decent_jax.data.images import array_records, generated_images
 from decent_jax.data.images.generated_images import CLASS_NAMES, GeneratedImages
 from decent_jax.data.images.image_folder import EncodedImage, open_images
@@ -19,141 +22,171 @@ from decent_jax.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory):
-    """The folder of each layout."""
-    path = tmp_path_factory.mktemp("layouts")
-    flat = mini.write_flat_val(mini.write_folders(path / "flat", splits=["train"]))
-    mini.write_devkit(flat, packed=False)
-    folders = mini.write_folders(path / "folders")
+def folders(tmp_path_factory):
+    return mini.write_folders(tmp_path_factory.mktemp("folders"))
+
+
+@pytest.fixture(scope="module")
+def prepared(folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("prepared") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(array_records, "SHARD_BYTES", 4000)
-        prepare(folders, path / "prepared", workers=1)
-    return {
-        "folders": folders,
-        "validation": mini.write_folders(path / "validation", val="validation"),
-        "flat": flat,
-        "archives": mini.write_archives(path / "archives"),
-        "prepared": path / "prepared",
-    }
+        prepare(folders, out, workers=1)
+    return out
 
 
-ORDERED = ("folders", "validation", "flat", "archives", "prepared")
+def records(folder, split):
+    source = open_images(folder, split)
+    return [source[i] for i in range(len(source))]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("layout", ORDERED)
-def test_every_layout_gives_the_same_records(layouts, layout, split):
-    source = open_images(layouts[layout], split)
+@pytest.mark.parametrize("layout", ["folders", "prepared"])
+def test_both_layouts_give_the_same_records(layout, split, request):
+    source = open_images(request.getfixturevalue(layout), split)
     wanted = [EncodedImage(*record) for record in mini.records(split)]
     assert [source[i] for i in range(len(source))] == wanted
-    assert source.class_names == mini.WNIDS
+    assert source.class_names == mini.WNIDS and source.left_out == {}
     assert source.labels.dtype == np.int64
     assert source.labels.tolist() == [record.label for record in wanted]
-
-
-@pytest.mark.parametrize("layout", ["folders", "flat", "archives", "prepared"])
-def test_pickling_and_threads(layouts, layout):
-    source = open_images(layouts[layout], "val")
-    alone = [source[i] for i in range(len(source))]
     copy = pickle.loads(pickle.dumps(source))
     assert repr(copy) == repr(source) and len(pickle.dumps(copy)) < 5000
     with ThreadPoolExecutor(8) as pool:  # files are opened by several threads at once
         order = np.random.default_rng(0).integers(0, len(source), 500)
-        assert list(pool.map(copy.__getitem__, order)) == [alone[i] for i in order]
-
-
-def test_index_and_repr(layouts):
-    source = open_images(layouts["folders"], "val")
-    assert source[np.int32(14)] == mini.records("val")[14]
-    for index in (15, -1):
+        assert list(pool.map(copy.__getitem__, order)) == [wanted[i] for i in order]
+    for index in (len(source), -1):
         with pytest.raises(IndexError):
             source[index]
-    with pytest.raises(TypeError):
-        source[0.5]
-    assert repr(source) == (
-        f"ImageFiles({str(layouts['folders'])!r}, 'val', class folders: 15 images of 5 classes)"
+
+
+# --- what a folder holds besides: read, or counted ------------------------------------------------
+
+
+def kinds_of_pictures():
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 8, 3), np.uint8))
+    kinds = dict.fromkeys(("jpg", "JPEG", "jpe", "jfif"), "JPEG")
+    kinds |= {"png": "PNG", "webp": "WEBP", "bmp": "BMP", "gif": "GIF", "tif": "TIFF"}
+    kinds |= {"TIFF": "TIFF", "ppm": "PPM"}
+    for end, kind in kinds.items():
+        file = io.BytesIO()
+        picture.save(file, kind)
+        yield f"{end}.{end}", file.getvalue()
+
+
+def test_every_picture_that_pillow_decodes_is_read(tmp_path):
+    pictures = dict(kinds_of_pictures())
+    own = mini.write_folders(tmp_path / "in") / "train" / mini.WNIDS[0]
+    for name, data in pictures.items():
+        (own / name).write_bytes(data)
+    manifest = prepare(tmp_path / "in", tmp_path / "out", workers=1)
+    assert (
+        manifest["splits"]["train"] | {"records": 30 + len(pictures), "bad": 0}
+        == (manifest["splits"]["train"])
     )
+    found = {x.name.rpartition("/")[2]: x.data for x in records(tmp_path / "out", "train")}
+    assert found | pictures == found
 
 
-def test_what_is_passed_over_and_what_is_not(tmp_path):
-    folder = mini.write_folders(tmp_path / "in") / "train" / mini.WNIDS[0]
-    for name in (".hidden.jpg", "notes.txt", "Thumbs.db"):
-        (folder / name).write_bytes(b"")
-    (tmp_path / "in/train/.cache").mkdir()
-    (tmp_path / "in/train/SHA256SUMS").write_bytes(b"")
-    assert len(open_images(tmp_path / "in", "train")) == 30
-    for name in ("A.JPG", "a.png", "z.Jpeg", "é\udce9.jpg"):  # also a name that is no UTF-8
-        (folder / name).write_bytes(name.encode("utf-8", "surrogateescape"))
-    source = open_images(tmp_path / "in", "train")
-    found = {image.name: image for image in map(source.__getitem__, range(10))}
-    assert len(source) == 34 and list(found) == sorted(found)
-    assert found[f"train/{mini.WNIDS[0]}/é\udce9.jpg"].data == b"\xc3\xa9\xe9.jpg"
+LEFT_OUT = {
+    "train/{0}/notes.txt": ".txt",
+    "train/{0}/Thumbs.DB": ".db",
+    "train/{0}/a.heic": ".heic",
+    "train/{0}/more/README": "without a suffix",
+    "train/{0}/.hidden.jpg": "hidden",
+    "train/{0}/.cache/a.jpg": "hidden",
+    "train/.cache/a.jpg": "hidden",
+    "train/a.jpg": "picture outside of a class",
+    "train/list.csv.gz": ".csv.gz",
+    "val/b.png": "picture outside of a class",
+    "val/{1}/boxes.txt": ".txt",
+    "test/a.jpg": "folder test",
+    "labels.json": ".json",
+}
 
 
-def test_a_class_may_be_absent_in_val(tmp_path, layouts):
-    path = mini.write_folders(tmp_path)
-    shutil.rmtree(path / "val" / mini.WNIDS[1])
+def test_what_is_not_read_is_counted(tmp_path, capsys):
+    folder = mini.write_folders(tmp_path / "in")
+    for name in LEFT_OUT:
+        path = folder / name.format(*mini.WNIDS)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    (folder / "train" / mini.WNIDS[0] / "gone.jpg").symlink_to("nowhere")
+    wanted = Counter([*LEFT_OUT.values(), ".jpg"])
+    given = ["images", "--input", str(folder), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(given) == 0
+    assert array_records.read_manifest(tmp_path / "out")["left_out"] == wanted
+    said = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("left out"))
+    for kind, count in wanted.items():
+        assert f"{count} {kind}" in said
+    assert records(tmp_path / "out", "train") == mini.records("train")
+
+
+def test_subfolders_and_links_of_a_class_are_read_once(tmp_path):
+    folder = mini.write_folders(tmp_path / "in")
+    own = folder / "train" / mini.WNIDS[0]
+    first, second, *_ = sorted(own.iterdir())
+    (own / "deep/er").mkdir(parents=True)
+    first.rename(own / "deep/er" / first.name)
+    (tmp_path / "elsewhere").mkdir()
+    second.rename(tmp_path / "elsewhere/é\udce9.jpg")  # a name that is no UTF-8
+    (own / "link").symlink_to(tmp_path / "elsewhere")
+    (own / "again").symlink_to(tmp_path / "elsewhere")
+    (own / "loop").symlink_to(own)
+    (folder / "train" / mini.WNIDS[1]).rename(tmp_path / "class")
+    (folder / "train" / mini.WNIDS[1]).symlink_to(tmp_path / "class")
+    found = records(folder, "train")
+    assert Counter(x.data for x in found) == Counter(data for data, *_ in mini.records("train"))
+    names = [x.name.removeprefix(f"train/{mini.WNIDS[0]}/") for x in found[:6]]
+    assert names == sorted(names)
+    assert {"again/é\udce9.jpg", f"deep/er/{first.name}"} < set(names)
+
+
+def test_tiny_imagenets_layout(tmp_path):
+    wanted = {}
+    for split, number in (("train", 3), ("val", 2)):
+        for i, (data, label, _) in enumerate(mini.records(split)[:: 6 // number]):
+            own = tmp_path / split / ("" if split == "val" else mini.WNIDS[label]) / "images"
+            own.mkdir(parents=True, exist_ok=True)
+            (own / f"{split}_{i}.JPEG").write_bytes(data)
+            wanted[split, data] = label
+            with (
+                open(tmp_path / "val/val_annotations.txt", "a")
+                if split == "val"
+                else open(own.parent / "boxes.txt", "a") as table
+            ):
+                table.write(f"{split}_{i}.JPEG\t{mini.WNIDS[label]}\t0\t0\t62\t62\n")
+    (tmp_path / "val/images/unknown.JPEG").write_bytes(b"")
+    (tmp_path / "wnids.txt").write_bytes(b"")
+    train, val = (records(tmp_path, split) for split in ("train", "val"))
+    assert {("train", x.data): x.label for x in train} | {
+        ("val", x.data): x.label for x in val
+    } == wanted
+    assert open_images(tmp_path, "train").left_out == {".txt": 6}
+    assert sum(open_images(tmp_path, "val").left_out.values()) == 1
+    (tmp_path / "val/images/val_0.JPEG").unlink()
+    with refuses("val_annotations.txt", 1, error=DataError):
+        open_images(tmp_path, "val")
+
+
+def test_a_class_may_be_absent_in_val(tmp_path):
+    path = mini.write_folders(tmp_path, val="validation")
+    shutil.rmtree(path / "validation" / mini.WNIDS[1])
     source = open_images(path, "val")
     assert source.class_names == mini.WNIDS
     assert np.bincount(source.labels).tolist() == [3, 0, 3, 3, 3]
 
 
-def test_splits_in_different_layouts(tmp_path):
-    mini.write_archives(tmp_path)
-    mini.write_folders(tmp_path, splits=["train"])
-    (tmp_path / "ILSVRC2012_img_train.tar").unlink()
-    source = open_images(tmp_path, "val")
-    assert [source[i] for i in range(len(source))] == mini.records("val")
-
-
 # --- errors: what is done to a good folder, and what is said when a split is opened ---
-
-
-def folders(path):
-    return mini.write_folders(path)
-
-
-def flat(path):
-    mini.write_devkit(mini.write_flat_val(mini.write_folders(path, splits=["train"])))
-    return path
 
 
 def empty(folder):
     for file in folder.iterdir():
-        file.unlink()
-
-
-def truncate_nested(path):
-    """The archive is whole, the archive of one class in it is not."""
-    archive = path / "ILSVRC2012_img_train.tar"
-    with tarfile.open(archive) as file:
-        members = {name: file.extractfile(name).read() for name in file.getnames()}
-    members["n03000134.tar"] = members["n03000134.tar"][:3000]
-    archive.write_bytes(mini.tar_bytes(members))
+        file.rename(file.with_suffix(".heic"))
 
 
 def add_classes(path):
     for i in range(5):
         shutil.copytree(path / "val" / mini.WNIDS[0], path / "val" / f"n9999{i}")
-
-
-def end_between_members(data):
-    """The tar file ends after its first member, without the blocks that mark the end."""
-    size = int(data[124:135], 8)
-    return data[: 512 + -(-size // 512) * 512]
-
-
-KIT = mini.DEVKIT
-TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-
-
-def archives(path):
-    return mini.write_archives(path)
-
-
-def kit(*ids):
-    """Another ground truth."""
-    return lambda path: mini.write_devkit(path, ids=[1] * 14 + list(ids))
 
 
 def remove(*names):
@@ -168,55 +201,23 @@ def write(name, change):
     return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
 
 
-def replace_train(*names):
-    return write(TRAIN, lambda _: mini.tar_bytes(dict.fromkeys(names, b"")))
-
-
-def damage_meta(path):
-    mini.write_devkit(path, packed=False)
-    write(f"{KIT}/data/meta.mat", lambda data: data[:200])(path)
-
-
-CASES = {  # what is made, what is done to it, the split that is opened, what the refusal names
-    "path": (folders, shutil.rmtree, "train", "in:"),
-    "layout": (folders, remove("train", "val"), "train", "in:"),
-    "no val": (folders, remove("val"), "val", "in:", "validation"),
-    "no train": (folders, remove("train"), "val", "in:", "training"),
-    "no class": (folders, remove(*(f"train/{n}" for n in mini.WNIDS)), "train", "in/train"),
-    "empty class": (folders, lambda p: empty(p / "train/n02119789"), "train", "class n02119789"),
-    "empty val": (flat, lambda p: empty(p / "val"), "val", "in/val"),
-    "unknown classes": (folders, add_classes, "val", "in/val:", "n99990, n99991, n99992 and 2"),
-    "no such class": (
-        flat,
-        lambda p: (p / "train/n12998815").rename(p / "train/n13000000"),
-        "val",
-        "in/val:",
-        "n12998815",
-    ),
-    "no kit": (flat, remove(f"{KIT}.tar.gz"), "val", "in:", f"{KIT}.tar.gz"),
-    "kit cut": (flat, write(f"{KIT}.tar.gz", lambda data: data[:300]), "val", f"{KIT}.tar.gz:"),
-    "meta.mat": (flat, damage_meta, "val", "in:", KIT),
-    "too few": (flat, remove("val/ILSVRC2012_val_00000007.JPEG"), "val", "in/val:", 14, 15),
-    "too many": (archives, kit(1, 1), "val", "img_val.tar:", 15, 16),
-    "an id without a class": (flat, kit(77), "val", "in:", KIT, 77),
-    "tar cut": (archives, write(TRAIN, lambda data: data[:-20000]), "train", "img_train.tar:"),
-    "tar cut between members": (archives, write(TRAIN, end_between_members), "train", TRAIN),
-    "no classes": (
-        archives,
-        write(TRAIN, lambda _: mini.tar_bytes({"a.jpg": b""})),
-        "train",
-        "a.jpg",
-    ),
-    "no images": (archives, write(TRAIN, lambda _: mini.tar_bytes({"a.txt": b""})), "train", TRAIN),
-    "no images, for val": (archives, write(TRAIN, lambda _: mini.tar_bytes({})), "val", TRAIN),
-    "nested tar cut": (archives, truncate_nested, "train", "img_train.tar, n03000134.tar:"),
+CASES = {  # what is done to class folders, the split that is opened, what the refusal names
+    "path": (shutil.rmtree, "train", "in:"),
+    "layout": (remove("train", "val"), "train", "in:"),
+    "no val": (remove("val"), "val", "in:", "validation"),
+    "no train": (remove("train"), "val", "in:", "training"),
+    "no class": (remove(*(f"train/{n}" for n in mini.WNIDS)), "train", "in/train"),
+    "empty class": (lambda p: empty(p / "train/n02119789"), "train", "n02119789", "6 .heic"),
+    "unknown classes": (add_classes, "val", "in/val:", "n99990, n99991, n99992 and 2"),
+    "two val": (lambda p: shutil.copytree(p / "val", p / "validation"), "val", "val, validation"),
+    "table": (lambda p: (p / "val/val_annotations.txt").write_text("a b"), "val", "line 1"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_damage_is_named_in_one_sentence(case, tmp_path):
-    make, damage, split, *named = CASES[case]
-    path = make(tmp_path / "in")
+    damage, split, *named = CASES[case]
+    path = mini.write_folders(tmp_path / "in")
     open_images(path, split)
     damage(path)
     with refuses(tmp_path, *named, error=DataError):
@@ -245,16 +246,16 @@ PREPARED = {
 
 
 @pytest.mark.parametrize("case", PREPARED)
-def test_damage_of_a_prepared_folder(case, tmp_path, layouts):
+def test_damage_of_a_prepared_folder(case, tmp_path, prepared):
     damage, named = PREPARED[case]
-    path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
+    path = shutil.copytree(prepared, tmp_path / "prepared")
     damage(path)
     with refuses(named, error=DataError):
         open_images(path, "train")
 
 
-def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
-    path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
+def test_damage_that_shows_when_it_is_read(tmp_path, prepared):
+    path = shutil.copytree(prepared, tmp_path / "prepared")
     data = mini.records("train")[2][0]
     shard(lambda old: old.replace(data[-30:-10], bytes(20)))(path)
     source = open_images(path, "train")
@@ -262,18 +263,11 @@ def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
     with refuses("train-00000", "record 2 ", error=DataError):
         source[2]
     assert source[3] == mini.records("train")[3]
-
     path = mini.write_folders(tmp_path / "folders")
     source = open_images(path, "train")
     (path / mini.records("train")[2][2]).unlink()
     with refuses(mini.records("train")[2][2], error=DataError):
         source[2]
-
-    path = mini.write_archives(tmp_path / "archives")
-    source = open_images(path, "val")
-    write(VAL, lambda data: data[:2000])(path)
-    with refuses("img_val.tar:", "val/", error=DataError):
-        [source[i] for i in range(len(source))]
 
 
 # --- generated pictures: a function of seed, split and index alone --------------------------------

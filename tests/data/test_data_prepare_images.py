@@ -93,6 +93,18 @@ def test_broken_images_are_left_out(tmp_path, capsys):
         assert labels.tolist() == [label for _, label, _ in wanted]
 
 
+def test_a_class_whose_images_are_all_broken_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_images, "MOST_BAD", 0.5)
+    names = [name for _, label, name in mini.records("train") if label == 2]
+    path = break_images(tmp_path / "in", names)
+    given = ["images", "--input", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(given) == 0
+    splits = array_records.read_manifest(tmp_path / "out")["splits"]
+    assert splits["train"]["classes_all_broken"] == [mini.WNIDS[2]]
+    assert splits["val"]["classes_all_broken"] == []
+    assert any(mini.WNIDS[2] in line for line in capsys.readouterr().out.splitlines())
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_too_many_broken_images(tmp_path, workers):
     bad = [mini.records("train")[i][2] for i in (1, 2, 3, 4, 7)]

@@ -115,6 +115,13 @@ def test_16_bits_keep_the_upper_8():
     np.testing.assert_array_equal(jpeg.decode(data), rgb >> 8)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_without_a_known_range_are_refused(dtype):
+    data = encoded(Image.fromarray(np.full((9, 8), 7, dtype)), "TIFF")
+    with refuses("mode"):
+        jpeg.decode(data)
+
+
 # --- shrinking ------------------------------------------------------------------------------------
 
 

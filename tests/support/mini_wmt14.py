@@ -6,9 +6,9 @@ tests; the test sets are the same SGML, which is no proper XML.
 
 import gzip
 import html
+import io
 import itertools
-
-from mini_imagenet import tar_bytes
+import tarfile
 
 from decent_jax.data.translation import number_pairs
 
@@ -117,3 +117,14 @@ def _sgm(sentences, kind, lang):
 
 def _tgz(path, members):
     path.write_bytes(gzip.compress(tar_bytes(members), mtime=0))
+
+
+def tar_bytes(members):
+    """An uncompressed tar file."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()

@@ -303,16 +303,8 @@ def config_of(path, **changes):
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory):
-    """The same images as class folders and as ImageNet's archives."""
-    root = tmp_path_factory.mktemp("mini")
-    for name, write in (
-        ("folders", mini_imagenet.write_folders),
-        ("archives", mini_imagenet.write_archives),
-    ):
-        (root / name).mkdir()
-        write(root / name)
-    return {path.name: path for path in root.iterdir() if path.is_dir()}
+def folders(tmp_path_factory):
+    return mini_imagenet.write_folders(tmp_path_factory.mktemp("mini"))
 
 
 def first_epoch(path):
@@ -324,9 +316,9 @@ def first_epoch(path):
 
 
 @pytest.mark.slow
-def test_a_run_on_photographs_learns_and_resumes_bit_by_bit(layouts, tmp_path):
+def test_a_run_on_photographs_learns_and_resumes_bit_by_bit(folders, tmp_path):
     def run(name):
-        config = config_of(layouts["archives"], steps=2, checkpoint__every=1)
+        config = config_of(folders, steps=2, checkpoint__every=1)
         folder = tiny.run(config, tmp_path / name)
         return json.loads((folder / "summary.json").read_text())
 
@@ -340,7 +332,7 @@ def test_a_run_on_photographs_learns_and_resumes_bit_by_bit(layouts, tmp_path):
         assert parts["final"][name] == whole["final"][name]  # so the statistics are restored too
 
 
-def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, tmp_path):
+def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(folders, tmp_path):
     """Found in the third of four steps; packing leaves it out, with the reason."""
     folder = tmp_path / "data"
     mini_imagenet.write_folders(folder)
@@ -360,9 +352,9 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
     assert len(source) == 29 and len(first_epoch(packed)) == 4  # which decodes them
 
 
-def test_too_few_images_for_a_batch_are_refused(layouts, tmp_path):
+def test_too_few_images_for_a_batch_are_refused(folders, tmp_path):
     with refused("batch_size", 32):
-        tiny.run(config_of(layouts["folders"], batch_size=32), tmp_path)
+        tiny.run(config_of(folders, batch_size=32), tmp_path)
 
 
 def name_of_an_image_of_step(source, config, step):

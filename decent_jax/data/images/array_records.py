@@ -66,6 +66,7 @@ class PreparedImages:
         path = f"{folder}/manifest.json"
         with entries_of(path, "is damaged; prepare the images again"):
             self.class_names = tuple(manifest["class_names"])
+            self.left_out = dict(manifest["left_out"])
             entry = manifest["splits"][split]
             counts = np.array(entry["class_counts"], np.int64)
             self._shards = [self.folder / shard["file"] for shard in entry["shards"]]
@@ -138,8 +139,11 @@ class ImageFolderWriter(Draft):
         shard["records"] += 1
         self._bytes += len(record)
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self, left_out: dict[str, int]) -> dict[str, Any]:
         """Renames the finished folder into place and returns its manifest.
+
+        Args:
+          left_out: how many files of each kind were not read.
 
         Raises:
           DataError: a split has no image, or another process's folder appeared at `out`.
@@ -147,18 +151,24 @@ class ImageFolderWriter(Draft):
         self._finish_shard()
         splits = {}
         for split, shards in self._shards.items():
-            bad = sum(entry["name"].startswith(f"{split}/") for entry in self.bad)
+            bad = [x["name"] for x in self.bad if x["name"].startswith(f"{split}/")]
             if not shards:
-                raise DataError(f"none of the {bad} images of {split!r} is whole")
+                raise DataError(f"none of the {len(bad)} images of {split!r} is whole")
+            counts = self._counts[split].tolist()
             splits[split] = {
                 "records": sum(shard["records"] for shard in shards),
                 "bytes": sum(shard["bytes"] for shard in shards),
-                "bad": bad,
-                "class_counts": self._counts[split].tolist(),
+                "bad": len(bad),
+                "class_counts": counts,
+                "classes_all_broken": [
+                    name
+                    for name, count in zip(self.class_names, counts, strict=True)
+                    if not count and any(x.startswith(f"{split}/{name}/") for x in bad)
+                ],
                 "shards": shards,
             }
         self.append(BAD_FILES, "".join(json.dumps(entry) + "\n" for entry in self.bad).encode())
-        about = {"class_names": list(self.class_names), "splits": splits}
+        about = {"class_names": list(self.class_names), "splits": splits, "left_out": left_out}
         return self.publish(about | {"bad_files": BAD_FILES}, "array_record")
 
     def _begin_shard(self, split: str) -> None:

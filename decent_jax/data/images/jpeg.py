@@ -6,9 +6,9 @@ Most files store colours at half the resolution; the decoder repeats them and do
 (`fastupsample`): crops were 6% faster and differed by 0.3 of 255 on average. (Its fast DCT would
 add 2%, and differs by 0.9.)
 
-Pillow reads what libjpeg-turbo's binding does not: CMYK files (ImageNet has some), PNG files (one
-of ImageNet's is named .JPEG), and files with stray bytes. A file that neither reads to the end is
-an error: a truncated photograph would otherwise be half grey.
+Pillow reads what libjpeg-turbo's binding does not: CMYK files (ImageNet has some), files of other
+kinds (a PNG of ImageNet's is named .JPEG), and files with stray bytes. A file that neither reads to
+the end is an error: a truncated photograph would otherwise be half grey.
 """
 
 import io
@@ -87,6 +87,8 @@ def _decode_pillow(data: bytes, shrink: int) -> np.ndarray:
         try:
             if image.mode.startswith("I;16"):  # convert would make all but the darkest white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                raise ValueError(f"pixels of mode {image.mode} have no known range")
             elif image.mode in ("P", "LA", "PA"):
                 image = image.convert("RGBA")  # a palette's transparent colour needs this step
             return np.asarray(image.convert("RGB").reduce(shrink))

@@ -7,6 +7,7 @@ it is whole, and stored byte for byte as it was.
 
 import argparse
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,8 @@ def prepare(
         work = functools.partial(_check, images=images)
         options = {"workers": workers, "total": total, "progress": progress}
         worker_pool.encode(_tasks(images), work, add, desc="packing", unit=" images", **options)
-        return folder.commit()
+        left_out = Counter(images["train"].left_out) + Counter(images["val"].left_out)
+        return folder.commit(dict(left_out))
 
 
 class _Range(NamedTuple):
@@ -82,8 +84,7 @@ def _open_source(source: str | Path, split: str) -> ImageFiles:
     images = open_images(source, split)
     if images.layout == "prepared":
         raise DataError(
-            f"{source}: is prepared already, and training reads it as it is; give class folders or"
-            " archives"
+            f"{source}: is prepared already, and training reads it as it is; give class folders"
         )
     return images
 
@@ -124,13 +125,12 @@ Packs the images of PATH into OUT/train-*.array_record and OUT/val-*.array_recor
 with OUT/manifest.json. Each image is decoded once as a check and stored as it is; broken ones are
 left out and listed in OUT/bad_files.jsonl.
 
-Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg) and ImageNet's archives as
-they were downloaded, not unpacked: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-ILSVRC2012_devkit_t12.tar.gz.
+Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg, and whatever else Pillow
+decodes) and folders of TFDS stored as array_record. Files of other kinds are counted.
 """
 EXAMPLE = """\
-example, ImageNet from the original archives:
-  decent-jax prepare images --input imagenet_archives/ --out data/imagenet
+example:
+  decent-jax prepare images --input photographs/ --out data/photographs
 
 OUT appears when it is whole, and needs as much space as the images. After a kill, start the same
 command again.
@@ -146,3 +146,5 @@ def report(manifest: dict[str, Any]) -> Iterator[str]:
     for split, entry in manifest["splits"].items():
         bad = f", {entry['bad']:,} broken left out" if entry["bad"] else ""
         yield f"{split:5} {entry['records']:>12,} images {entry['bytes'] / 1e6:>12,.1f} MB{bad}"
+        if entry["classes_all_broken"]:
+            yield f"{split:5} no whole image of {', '.join(entry['classes_all_broken'])}"
