@@ -79,11 +79,9 @@ def test_the_order_of_messages_and_loops(modules):
     ("start", "done", "ratio", "wanted"),
     [
         (0, 4, 1.0, 1.0),  # all of it hidden
-        (0, 4, 0.5, 1.0),
         (0, 4, 2.0, 1.0),  # twice as long as the kernels: the limit is the link's
         (0, 1, 1.0, (4 + 3) / 4),  # waited for after one kernel of four
         (3, 4, 1.0, (3 + 4) / 4),  # started before the last
-        (3, 4, 0.5, (3 + 2) / 4),
         (4, 4, 2.0, (4 + 8) / 8),  # not hidden at all
     ],
 )

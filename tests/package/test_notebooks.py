@@ -1,8 +1,9 @@
-"""Every notebook runs from top to bottom, from its own folder, and is committed without outputs.
+"""A notebook runs from top to bottom, from its own folder, and is committed without outputs.
 
-Here with a tenth of a reader's sizes, by ``STEPS = int(os.environ.get("STEPS", 600))``, and
-without the cells of the tag `processes`, which start some by Ray, as test_peers and
-test_pipelines_ray do. benchmarks/render_notebooks.py runs all of it at full size, every week in CI.
+One of them, or all with NOTEBOOKS=all, as in .ci/run. Here with a tenth of a reader's sizes, by
+``STEPS = int(os.environ.get("STEPS", 600))``, and without the cells of the tag `processes`, which
+start some by Ray, as test_peers and test_pipelines_ray do. benchmarks/render_notebooks.py runs all
+of it at full size, every week in CI.
 """
 
 import os
@@ -15,6 +16,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+RUN = NOTEBOOKS if os.environ.get("NOTEBOOKS") == "all" else [FOLDER / "05_planner.ipynb"]
 SIZE = re.compile(r'^(\w+) = int\(os\.environ\.get\("\1", ([\d_]+)\)\)', re.MULTILINE)
 
 
@@ -57,7 +59,7 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 %reset -f"""
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_runs(path, kernel):
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
