@@ -11,7 +11,7 @@ table is printed, and drawn to FOLDER/goodput.png.
 
 one_peer_exp, all_reduce   copies in memory, as they are by default
 neighbours                 one_peer_exp with recovery.neighbours=1: a whole host is lost with its
-                           memory each time, and a fifth, spare one takes its place
+                           memory each time, a fifth one takes its place, and it is spare then
 disk                       one_peer_exp with recovery.every=0 and a checkpoint every 100 steps
 peers                      on Ray; those of a killed peer's meetings go on
 
@@ -111,7 +111,9 @@ def command(arm: str, flags: list[str]) -> list[str]:
     own += ["--hosts", ",".join(listed[:HOSTS])]
     if listed[HOSTS:]:
         own += ["--spares", ",".join(listed[HOSTS:])]
-    return [*own, "--via", "ip netns exec {host} sh -c", "--again", "1000", "--", *train]
+    lost = train[train.index("--workdir") + 1]  # lost.HOST is there while the host is lost
+    via = f"""sh -c 'test ! -e {lost}.{{host}} && exec ip netns exec {{host}} sh -c "$0"'"""
+    return [*own, "--via", via, "--again", "1000", "--", *train]
 
 
 def watched(
@@ -168,6 +170,9 @@ def kill(arm: str, workdir: Path, draw: random.Random) -> bool:
         os.kill(pid, signal.SIGKILL)
         return True
     memory = MEMORY / f"decent_jax-{os.getuid()}" / folder_of(workdir).parent.name
+    for before in workdir.parent.glob(f"{workdir.name}.*"):
+        before.unlink()
+    workdir.with_name(f"{workdir.name}.{found[pid]}").touch()
     for each in pids_of(found[pid]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)

@@ -4,6 +4,7 @@
 
 An agent imports the modules once, jax among them, without opening a device. Each process of the run
 is then a fork of it, so that a process which takes the place of a dead one has nothing to import.
+Where a module has started a thread, whose locks a fork would keep forever, it imports all anew.
 
 Supervisor and agent exchange lines of JSON, over standard input and output (`ssh` and `srun` pass
 them on). The agent is told::
@@ -11,10 +12,10 @@ them on). The agent is told::
     ["start", [PROGRAM, ARGUMENT, ...], {VARIABLE: VALUE}, LOG or null]
     ["signal", NUMBER]
 
-and says ``["ready"]`` when all is imported, ``["reached", STEP]``, and ``["ended", CODE]``, where
-a process that died of a signal has minus its number. When its standard input ends, the supervisor
-is gone: the agent lets its process stop as after SIGTERM. When the agent itself dies, the kernel
-closes the pipe that is its process's standard input, and the process ends at once.
+and says ``["here"]``, ``["ready"]`` when all is imported, ``["reached", STEP]``, and ``["ended",
+CODE]``, where a process that died of a signal has minus its number. When its standard input ends,
+the supervisor is gone: the agent lets its process stop as after SIGTERM. When the agent itself
+dies, the kernel closes the pipe that is its process's standard input, and the process ends at once.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ import runpy
 import selectors
 import signal
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -79,6 +81,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(told, selectors.EVENT_READ)
         self._rest = b""  # of a line
+        self._say("here")
 
     def serve(self) -> list[str] | None:
         """Do as told until the supervisor is gone.
@@ -112,6 +115,7 @@ class Agent:
     ) -> list[str] | None:
         """The program in the new process, None in the agent."""
         (stdin, ours), (steps, theirs) = os.pipe(), os.pipe()
+        anew = threading.active_count() > 1
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():  # NumPy's idle threads, which know of forks
@@ -134,6 +138,9 @@ class Agent:
             os.dup2(words, 1)
             os.dup2(words, 2)
         os.environ.update(variables | {VARIABLE: "1", REACHED: str(theirs)})
+        if anew:
+            os.set_inheritable(theirs, True)
+            os.execv(sys.executable, [sys.executable, *program])
         return program
 
     def _pass_on(self, process: _Process) -> None:
@@ -171,10 +178,11 @@ def main() -> None:
     told, says = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the processes print must not come between the reports
+    agent = Agent(told, says)
     for name in sys.argv[1:]:
         with contextlib.suppress(Exception):  # a process that needs it says why it cannot be had
             importlib.import_module(name)
-    program = Agent(told, says).serve()
+    program = agent.serve()
     if program is not None:
         sys.argv[:] = program
         sys.path[0] = os.path.dirname(os.path.abspath(program[0]))

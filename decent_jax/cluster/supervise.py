@@ -38,6 +38,7 @@ GREETING, OF_AGENT = b"supervised\n", b"of an agent\n"
 STOP = b"stop\n"  # of an agent whose supervisor is gone
 _TICK_S = 0.02
 _RETRY_S = 1.0  # between two agents of a host
+_BEGIN_S = 5.0  # for a host to start an agent, which then imports what a process needs
 _ANSWER_S = 10.0  # for an agent to say that its process has ended, after SIGKILL
 _IN_VAIN = 20  # starts in a row that brought the run no further
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -67,6 +68,7 @@ class AgentLink:
       environment: its variables.
 
     Attributes:
+      here: whether its host has started it.
       ready: whether it can start a process.
       reached: the last step that its process has told.
     """
@@ -82,7 +84,7 @@ class AgentLink:
         assert self._popen.stdout is not None
         os.set_blocking(self._popen.stdout.fileno(), False)
         self._rest = b""  # of a line
-        self.ready, self.reached = False, -1
+        self.here, self.ready, self.reached = False, False, -1
         self._code: int | None = None
 
     def start(self, program: list[str], variables: dict[str, str], log: Path | None) -> None:
@@ -107,8 +109,12 @@ class AgentLink:
 
     def is_ready(self) -> bool:
         """Whether it runs and can start a process."""
+        return self.is_here() and self.ready
+
+    def is_here(self) -> bool:
+        """Whether it runs; it may still import what a process needs."""
         self._listen()
-        return self.ready and not self.is_gone()
+        return self.here and not self.is_gone()
 
     def is_gone(self) -> bool:
         """Whether it has ended."""
@@ -134,7 +140,9 @@ class AgentLink:
             what, *values = json.loads(line)
         except (ValueError, TypeError):  # a greeting of the host's shell
             return
-        if what == "ready":
+        if what == "here":
+            self.here = True
+        elif what == "ready":
             self.ready = True
         elif what == "reached":
             self.reached = values[0]
@@ -216,7 +224,7 @@ class Supervisor:
         """The exit code of the run: that of its processes, 128 + a signal, or 1: given up."""
         try:
             for attempt in range(10**9):
-                self._find_crew(at_first=attempt == 0)
+                self._find_crew()
                 if not self._crew:
                     self._say("no process is left: giving up")
                     return 1
@@ -250,19 +258,14 @@ class Supervisor:
                     member.agent.close()
                 member.agent, member.connected_at = self._connect(member), now
 
-    def _find_crew(self, at_first: bool) -> None:
-        """Wait until agents are ready; a spare host takes the place of one whose agent is not."""
+    def _find_crew(self) -> None:
+        """Wait until agents are ready; a spare host takes the place of one that does not answer."""
         end = self._clock.monotonic() + self._patience_s
         while not self._signals:
             self._connect_all()
             late = self._clock.monotonic() > end
             spare = [m for m in self._members if m not in self._crew and m.agent.is_ready()]
-            if at_first and not late:  # they may need some seconds
-                spare = []
-            crew = [
-                member if member.agent.is_ready() else spare.pop(0) if spare else None
-                for member in self._crew
-            ]
+            crew = [self._in_place_of(member, spare, late) for member in self._crew]
             if late or None not in crew:
                 break
             self._clock.sleep(_TICK_S)
@@ -275,6 +278,17 @@ class Supervisor:
             elif now is not before:
                 self._say(f"{now.name} takes the place of {before.name}")
         self._crew = [member for member in crew if member is not None]
+
+    def _in_place_of(self, member: Member, spare: list[Member], late: bool) -> Member | None:
+        """The member if it is ready, else a spare one; None: there is none, or it may yet come.
+
+        Where an agent alone has died, the memory of its host still has the copies of its process.
+        """
+        agent = member.agent
+        if agent.is_ready():
+            return member
+        begins = self._clock.monotonic() < member.connected_at + _BEGIN_S and not agent.is_gone()
+        return spare.pop(0) if spare and (late or not (agent.is_here() or begins)) else None
 
     def _wait(self) -> list[int | None]:
         """The exit codes when all have ended; None for one that did not end in time.

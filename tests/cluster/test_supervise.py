@@ -101,7 +101,7 @@ class Scripted:
     """
 
     def __init__(self, clock, ready=True):
-        self.clock, self.ready, self.gone = clock, ready, False
+        self.clock, self.ready, self.gone, self.here = clock, ready, False, ready
         self.signals, self.closed, self.reached = [], False, -1
 
     def start(self, code, seconds=1.0, on_signal=None, reached=-1, gone=False, silent=False):
@@ -115,8 +115,14 @@ class Scripted:
         self.gone = self._takes
         return self.code
 
+    def imported(self):
+        self.ready = True
+
     def is_ready(self):
         return self.ready and not self.gone
+
+    def is_here(self):
+        return self.here and not self.gone
 
     def is_gone(self):
         return self.gone
@@ -138,19 +144,21 @@ class Run:
     """A supervisor of members a, b, ... whose processes end as the script of each attempt says.
 
     A script is a list of arguments of `Scripted.start`, one for each process. ``spare`` members
-    stand at the end of the names; the agents of those in ``dead`` are not ready when connected
-    again.
+    stand at the end of the names. The agents of those in ``dead`` end, those of ``silent`` hosts
+    never begin and those of ``slow`` ones need 20 s when they are connected again.
     """
 
-    def __init__(self, *scripts, names="abc", spare=0, dead="", **options):
+    def __init__(self, *scripts, names="abc", spare=0, dead="", silent="", slow="", **options):
         self.clock, self.started, self.said, self.began = Clock(), [], [], []
         self.agents, self.connected = [], []
 
         def connect(member):
             self.connected.append(member.name)
             again = self.connected.count(member.name) > 1
-            agent = Scripted(self.clock, ready=not (again and member.name in dead))
-            agent.gone = not agent.ready
+            agent = Scripted(self.clock, not (again and member.name in dead + silent + slow))
+            agent.gone = again and member.name in dead
+            if again and member.name in slow:
+                agent.here, self.clock.at = True, (self.clock.now + 20, agent.imported)
             self.agents.append(agent)
             return agent
 
@@ -218,12 +226,18 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_at_once():
     lost = [{"code": 0}, {"code": 255, "gone": True}, {"code": 0}]
     run = Run(lost, FINISHES, names="abcd", spare=1, dead="b")
     assert run.run() == 0 and run.started == ["abc", "adc"] and run.began[1] < 3
+    run = Run(lost, FINISHES, names="abcd", spare=1, silent="b")
+    assert run.run() == 0 and run.started == ["abc", "adc"] and 3 < run.began[1] < 12
 
 
-def test_a_host_whose_agent_alone_died_goes_on():
+@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize("slow", ["", "b"])
+def test_a_host_whose_agent_alone_died_goes_on(slow, spare):
+    """Also where another one waits and the new agent needs a while: its memory has the copies."""
     lost = [{"code": 0}, {"code": 255, "gone": True}, {"code": 0}]
-    run = Run(lost, FINISHES)
-    assert run.run() == 0 and run.started == ["abc", "abc"] and run.connected == [*"abcb"]
+    run = Run(lost, FINISHES, names="abcd"[: 3 + spare], spare=spare, slow=slow)
+    assert run.run() == 0 and run.started == ["abc", "abc"]
+    assert run.connected == [*"abcd"[: 3 + spare], "b"]
 
 
 def test_without_a_spare_host_the_others_go_on_after_the_patience():
@@ -354,6 +368,29 @@ def test_processes_start_again_and_end_with_their_supervisor(start_process, tmp_
     assert words.endswith("program.py: the supervisor is gone: stopping\n")
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_process_is_a_fork_only_of_an_agent_without_threads(threads, tmp_path, monkeypatch):
+    """A lock that a thread holds while its process is forked is never released in the fork."""
+    module = (
+        "import threading; thread = threading.Thread(target=threading.Event().wait, daemon=True)"
+    )
+    module += "; thread.start()" * threads
+    (tmp_path / "imported_by_agent.py").write_text(module)
+    (tmp_path / "program.py").write_text(
+        "import os, sys; from decent_jax.cluster import supervise; supervise.reached(7); "
+        "sys.exit(30 + ('imported_by_agent' in sys.modules) + len(sys.argv))"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    agent = supervise._connect(["imported_by_agent"], Member("0", "localhost", []))
+    try:
+        until(agent.is_ready)
+        agent.start([str(tmp_path / "program.py"), "argument"], {}, None)
+        until(lambda: agent.poll() is not None)
+        assert (agent.poll(), agent.reached) == (32 if threads else 33, 7)
+    finally:
+        agent.close()
+
+
 @pytest.mark.parametrize(("said", "code"), [("", 0), ("supervised\n", -signal.SIGTERM)])
 def test_only_a_supervisor_that_goes_ends_a_process_which_may_save(said, code):
     """A standard input without a greeting is that of a launcher which does not pass the pipe on."""
@@ -428,11 +465,13 @@ def test_a_host_is_lost_with_its_memory_and_a_spare_one_takes_its_place(
     tiny.run(tiny.waves(steps=9, schedule="static_exp"), tmp_path / "undisturbed")
     flags = ["--config", path, "--workdir", workdir]
     flags += [f"--config.{name}={value}" for name, value in changes.items()]
-    hosts = ["--hosts", "a=localhost,b=localhost", "--spares", "c=localhost", "--via", "sh -c"]
+    hosts = ["--hosts", "a=localhost,b=localhost", "--spares", "c=localhost", "--via"]
+    hosts += [f"""sh -c 'test ! -e {tmp_path}/{{host}} && eval "$0"'"""]
     supervise = [*SUPERVISE[:-1], *hosts, "--port", free_port(), "--", ROOT / "train.py"]
     process = start_process([*supervise, *flags], **compile_once)
     wait_for_rows([process], workdir, 5)
     lost = by_output(process)[workdir / "process-1.log"]
+    (tmp_path / "b").touch()
     lost.parent().kill()
     until(lambda: not lives(lost), process)  # it may be writing a copy
     memory = Path("/dev/shm", f"decent_jax-{os.getuid()}", copies.folder_of(workdir).parent.name)
