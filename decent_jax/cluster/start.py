@@ -317,6 +317,4 @@ def hosts() -> list[str]:
 
 def any_process(flag: bool) -> bool:
     """Whether any process sets the flag; all processes must call it at the same point."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+    return any(watch.gather(flag))

@@ -1,5 +1,7 @@
 """A process that loses another one says which, and ends, instead of hanging in a collective.
 
+So does one of which another has failed, with the sentence and the exit code of that one.
+
 jax's coordination service, which runs in process 0, knows which processes are alive. By default it
 aborts all of them when one is lost; with ``jax_enable_recoverability`` it answers instead, so a
 thread of every process keeps asking. When a process is missing from the answer, the thread names it
@@ -11,6 +13,7 @@ unless this thread is faster. The supervisor counts both as survivors.
 import atexit
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import sys
@@ -29,17 +32,20 @@ import jax
 # `jax.distributed` offers both, use them.
 from jax._src.distributed import global_state
 
-from decent_jax.ground.errors import PEER_LOST, PeerLost
-from decent_jax.ground.format import name_all
+from decent_jax.ground.errors import PEER_LOST, Interrupted, PeerLost
+from decent_jax.ground.format import name_all, printable, shorten
 
 _TICK_S = 0.25  # between two questions
 _GRACE_S = 1.0  # for news to reach all processes: another is lost, or all leave
 _TOGETHER_S = 10  # for processes that fail for the same reason
-_AT_THE_END_S = 300  # for processes that finish; jax's own limit
+_ALIKE_S = 3  # for this process to fail as another one did, for the same reason
+_AT_THE_END_S = 7 * 24 * 3600  # for those that finish: the first one may test for hours meanwhile
+_FAILED = "decent_jax/failed/"  # in jax's key-value store, followed by the number of a process
+_LONGEST = 600  # characters of another process's sentence
 _OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 
 _watch: "_Watch | None" = None  # of this process
-_meetings = itertools.count()
+_meetings, _gathered = itertools.count(), itertools.count()
 
 
 class _Watch(threading.Thread):
@@ -51,6 +57,7 @@ class _Watch(threading.Thread):
         self.index: int = global_state.process_id
         self.client: Any = global_state.client
         self.leaving = threading.Event()
+        self.failures = 0  # of this process, that the others know of
 
     def live(self) -> list[int]:
         """The processes that are alive; waits until each of them asks, or is lost."""
@@ -66,6 +73,8 @@ class _Watch(threading.Thread):
                 lost = sorted(set(range(len(self.hosts))) - set(self.live()))
                 if lost and not self.leaving.wait(_GRACE_S):
                     self.end(lost, f"no sign of life for {self.heartbeat_s:g} s")
+                if self.failed_elsewhere() and not self.leaving.wait(_ALIKE_S):
+                    self.end_as_another()
         except jax.errors.JaxRuntimeError:
             if not self.leaving.is_set():
                 self.end([0], "its connection broke")
@@ -73,15 +82,38 @@ class _Watch(threading.Thread):
     def end(self, lost: list[int], why: str) -> None:
         """End this process with a sentence about others that are lost."""
         verb = "was" if len(lost) == 1 else "were"
-        words = f"{name_all(lost, self.hosts)} {verb} lost: {why}"
-        before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
-        program = Path(sys.argv[0]).name
         then = "the same command resumes from the last checkpoint"
-        with contextlib.suppress(OSError):  # its terminal is gone
-            print(f"{before}{program}: {words}; {then}", file=sys.stderr, flush=True)
+        _say(f"{name_all(lost, self.hosts)} {verb} lost: {why}; {then}")
         if self.index == 0:
             time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
         _exit(PEER_LOST)
+
+    def tell(self, error: Exception) -> None:
+        """Tell the other processes that this one fails, with which code, and why."""
+        code, words = getattr(error, "code", None), (str(error).splitlines() or [""])[0]
+        if code not in (1, 2):  # those of the package's errors
+            code, words = 1, f"{type(error).__name__}: {words}"
+        self.failures += 1
+        told = json.dumps([self.failures, code, shorten(printable(words), _LONGEST)])
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.client.key_value_set(f"{_FAILED}{self.index}", told, allow_overwrite=True)
+
+    def failed_elsewhere(self) -> tuple[int, int, str] | None:
+        """Who failed where this process did not, the exit code, and why; None: nobody."""
+        for key, told in self.client.key_value_dir_get(_FAILED):
+            count, code, words = json.loads(told)
+            if count > self.failures:
+                return int(key.rpartition("/")[2]), code, words
+        return None
+
+    def end_as_another(self) -> None:
+        """End this process as the one that failed does, unless it fails in the same way."""
+        found = self.failed_elsewhere()
+        if found is not None:
+            process, code, words = found
+            _say(f"{name_all([process], self.hosts)} failed: {words}")
+            self.leave_together(_TOGETHER_S)
+            _exit(code)
 
     def leave_together(self, timeout_s: float) -> None:
         """Wait until all processes leave, then disconnect; gives up where they do not."""
@@ -92,7 +124,8 @@ class _Watch(threading.Thread):
                 while len(self.live()) > 1:
                     pass
                 time.sleep(_TICK_S)  # until its answers have arrived
-            self.join(_TOGETHER_S)  # Python must not end while the thread waits in C++
+            if threading.current_thread() is not self:
+                self.join(_TOGETHER_S)  # Python must not end while the thread waits in C++
             jax.distributed.shutdown()
 
 
@@ -138,12 +171,26 @@ def meet(timeout_s: float) -> None:
         ) from error
 
 
+def gather(value: Any) -> list[Any]:
+    """A value that JSON can hold of every process, which all call this as often; alone, its own.
+
+    No device takes part. A process that is lost meanwhile ends this one, see `watch`.
+    """
+    client = global_state.client
+    if client is None:
+        return [value]
+    folder = f"decent_jax/gathered/{next(_gathered)}/"
+    client.key_value_set(f"{folder}{global_state.process_id:06}", json.dumps(value))
+    client.wait_at_barrier(folder, round(1000 * _AT_THE_END_S))
+    return [json.loads(found) for _, found in sorted(client.key_value_dir_get(folder))]
+
+
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
     """In this context, an exchange that fails ends the process with the name of the lost one.
 
     A connection breaks at once, but which process broke it is known only after ``heartbeat_s``:
-    this one waits until the watch ends it.
+    this one waits until the watch ends it. Another error of this process ends all others, too.
 
     Raises:
       PeerLost: an exchange failed, though all processes are alive.
@@ -151,7 +198,10 @@ def lost_peers_told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _watch is None or not concerns_an_exchange(error):
+        if _watch is None or isinstance(error, Interrupted):
+            raise
+        if not concerns_an_exchange(error):
+            _watch.tell(error)
             raise
         time.sleep(1.5 * _watch.heartbeat_s + 10)
         line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -183,6 +233,12 @@ def leave(code: int) -> None:
     if _watch is not None:
         _watch.leave_together(_TOGETHER_S)
         _exit(code)
+
+
+def _say(words: str) -> None:
+    before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
+    with contextlib.suppress(OSError):  # its terminal is gone
+        print(f"{before}{Path(sys.argv[0]).name}: {words}", file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> None:

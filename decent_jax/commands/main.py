@@ -11,6 +11,7 @@ from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     Interrupted,
     PeerLost,
     TrainingFailed,
@@ -107,6 +108,7 @@ def train(argv: list[str], prog: str) -> int:
                 run(config, workdir)
     except (
         ConfigError,
+        DataError,
         Unavailable,
         TrainingFailed,
         CheckpointError,

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from decent_jax.cluster import start as cluster
+from decent_jax.cluster import watch
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
 from decent_jax.ground.json_files import flat, read_json, write_atomic, write_json_atomic
 from decent_jax.replicas import Placement
@@ -93,13 +95,18 @@ class Saver:
         check_there(self.checkpoints.workdir)
         self.checkpoints.save(done, state, self.meta(done, seconds, row))
 
-    def rescue(self, done: int, state: TrainState, seconds: float, row: Any) -> str:
-        """Save before the run fails, if this process can do so alone; returns words about it."""
-        if jax.process_count() > 1 or not done:
-            return ""
-        self.save(done, state, seconds, row)
+    def rescue(self, done: int, state: TrainState, seconds: float, row: Callable[[], Any]) -> str:
+        """Save before the run fails, if this process can do so alone; returns words about it.
+
+        ``row()`` is the row that has begun, of which all processes have a part.
+        """
+        if jax.process_count() > 1:
+            return "once mended, the same command goes on from the last checkpoint"
+        if not done:
+            return self.what_next()
+        self.save(done, state, seconds, row())
         self.checkpoints.wait()
-        return f"; a checkpoint of step {done} is saved"
+        return f"a checkpoint of step {done} is saved"
 
     def evaluation(self, done: int, row: dict[str, float], model: Model) -> None:
         """Remember the evaluation; save the model if it is the best so far."""
@@ -155,8 +162,8 @@ class Checkpointer:
         self._saved = -1  # the last step; not asked of the disk, where processes see it change
 
     def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, the oldest first."""
-        return steps(self.workdir / FOLDER)
+        """Steps with a finished checkpoint that all processes see, the oldest first."""
+        return sorted(set.intersection(*map(set, watch.gather(steps(self.workdir / FOLDER)))))
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
         """Copy the state to the host, and write it in the background."""
@@ -197,6 +204,7 @@ class Checkpointer:
             self.workdir / FOLDER,
             lambda folder, meta: stored.restore(folder, meta, like, placement, accum_steps),
             say,
+            self.steps(),
         )
         if found is not None:
             self._saved = found[1]["step"]
@@ -364,23 +372,31 @@ def first_whole(
     folder: Path,
     read: Callable[[Path, dict], Any],
     say: Callable[[str], object],
-    only: int | None = None,
+    among: Collection[int] | None = None,
 ) -> tuple[Any, dict] | None:
     """What ``read`` makes of the newest checkpoint that it can read, and its meta; None: none.
+
+    All processes of a run call it together, and take the same one.
 
     Args:
       folder: ``checkpoints`` or ``best`` of a run.
       read: of the folder of a checkpoint and its meta.
       say: called with a sentence about each that is damaged.
-      only: the one step that will do; None: any.
+      among: the steps that will do; None: all.
 
     Raises:
       CheckpointError: it can read none of those that are there.
     """
     failures, run = [], run_of(folder.parent)
-    for step in [s for s in reversed(steps(folder)) if only in (None, s)]:
+    for step in [s for s in reversed(steps(folder)) if among is None or s in among]:
         try:
-            meta = read_meta(folder / str(step), run)
+            meta, failure = {}, None
+            try:
+                meta = read_meta(folder / str(step), run)
+            except (OSError, DataError, ValueError, LookupError) as error:
+                failure = error
+            if cluster.any_process(failure is not None):  # the others would restore another one
+                raise failure or ValueError("another process could not read it")
             return read(folder / str(step), meta), meta
         except Exception as error:  # orbax and tensorstore raise many kinds
             failures.append(f"step {step} ({reason_of(error)})")

@@ -140,48 +140,48 @@ def train(
             clock.begin_row()
             report.resume(meta)
             saved_at = clock.now()
-            while done < steps and not runner.over(done):
-                try:
+            try:
+                while done < steps and not runner.over(done):
                     made = runner.step(done, next_due(experiment, done, steps))
-                except DataError as error:  # such as a photograph that is cut short
+                    before, done = done, done + len(made)
                     report.look_at_pending()
-                    saved = saver.rescue(done, runner.state, clock.seconds, report.begun())
-                    raise TrainingFailed(f"{error}{saved}") from None
-                before, done = done, done + len(made)
-                report.look_at_pending()
-                ledger.keep()
-                logs = passed(config.log.every, before, done) or done == steps
-                report.pend(done, made, logs)
-                saver.checkpoints.check()
-                if logs:
-                    supervise.reached(done)
-                evaluates = runner.evaluates and (
-                    done == steps or passed(experiment.every["eval.every"], before, done)
-                )
-                stops = signals.received is not None
-                minutes, since = config.checkpoint.every_minutes, (clock.now() - saved_at) / 60
-                late, stops = agreed(0 < minutes <= since, stops, logs)
-                saves = late or passed(experiment.every["checkpoint.every"], before, done)
-                # Averaging past the bound must not wait for the next step: a resumed run
-                # averages where the uninterrupted one does.
-                if saves or evaluates or stops or (logs and config.max_consensus_distance):
-                    if report.look_at_pending():
-                        runner.average()
-                    if evaluates:
-                        evaluate_at(done, runner, clock, work, writer, saver)
-                    if saves or stops:
+                    ledger.keep()
+                    logs = passed(config.log.every, before, done) or done == steps
+                    report.pend(done, made, logs)
+                    saver.checkpoints.check()
+                    if logs:
+                        supervise.reached(done)
+                    evaluates = runner.evaluates and (
+                        done == steps or passed(experiment.every["eval.every"], before, done)
+                    )
+                    stops = signals.received is not None
+                    minutes, since = config.checkpoint.every_minutes, (clock.now() - saved_at) / 60
+                    late, stops = agreed(0 < minutes <= since, stops, logs)
+                    saves = late or passed(experiment.every["checkpoint.every"], before, done)
+                    # Averaging past the bound must not wait for the next step: a resumed run
+                    # averages where the uninterrupted one does.
+                    if saves or evaluates or stops or (logs and config.max_consensus_distance):
+                        if report.look_at_pending():
+                            runner.average()
+                        if evaluates:
+                            evaluate_at(done, runner, clock, work, writer, saver)
+                        if saves or stops:
+                            with clock.of("checkpoints"):
+                                saver.save(done, runner.state, clock.seconds, report.begun())
+                            saved_at = clock.now()
+                    if runner.copies is not None:
+                        copy(runner.copies, runner.state, before, done, logs, report, saver)
+                    if stops and done < steps:
                         with clock.of("checkpoints"):
-                            saver.save(done, runner.state, clock.seconds, report.begun())
-                        saved_at = clock.now()
-                if runner.copies is not None:
-                    copy(runner.copies, runner.state, before, done, logs, report, saver)
-                if stops and done < steps:
-                    with clock.of("checkpoints"):
-                        saver.checkpoints.wait()
-                    stop(done, work, signals, clock)
-            report.finish(done)
-            if runner.evaluates and saver.evaluated.get("step") != done:
-                evaluate_at(done, runner, clock, work, writer, saver)
+                            saver.checkpoints.wait()
+                        stop(done, work, signals, clock)
+                report.finish(done)
+                if runner.evaluates and saver.evaluated.get("step") != done:
+                    evaluate_at(done, runner, clock, work, writer, saver)
+            except DataError as error:  # such as a photograph that is cut short
+                report.look_at_pending()
+                saved = saver.rescue(done, runner.state, clock.seconds, report.begun)
+                raise TrainingFailed(f"{error}; {saved}") from None
             with clock.of("checkpoints"):
                 saver.save(done, runner.state, clock.seconds, report.begun())
         with clock.of("checkpoints"), work.announce("waiting until the checkpoint is written"):

@@ -140,7 +140,7 @@ def _models(folder: Path, meta: dict) -> list[Any]:
 
 def _read(workdir: str | Path, name: str, read: Callable, step: int | None = None) -> Saved:
     folder = Path(workdir).absolute() / name
-    found = first_whole(folder, read, log.warning, step)
+    found = first_whole(folder, read, log.warning, None if step is None else [step])
     if found is None:
         of = "" if step is None else f" of step {step}"
         raise CheckpointError(

@@ -147,8 +147,9 @@ def test_how_groups_end(start_process, tmp_path):
     # Before it has a device, for which the other waits: it does not wait for the other.
     assert one_fails[1].wait(timeout=200) == 1
     assert "ValueError: a mistake" in said(one_fails[1])
-    assert one_fails[0].wait(timeout=200) == PEER_LOST
-    assert said(one_fails[0]) == lost(1, f"no sign of life for {HEARTBEAT_S} s")
+    assert one_fails[0].wait(timeout=200) == 1
+    sentence = f"process 1 ({socket.gethostname()}) failed: ValueError: a mistake in the program"
+    assert said(one_fails[0]) == f"driver.py: {sentence} of one process\n"
 
     for group, code in zip(alike, (2, 0), strict=True):  # for the same reason: each keeps its code
         assert [process.wait(timeout=200) for process in group] == [code] * 2

@@ -50,7 +50,7 @@ COMMAND_FILES = {
 # says in the commit what needs the lines.
 MOST_LINES = {
     **{"topology": 807, "gossip": 927, "replicas": 182, "optim": 1639},
-    **{"models": 1209, "data": 3291, "tasks": 997, "train": 3978, "cpu": 92, "cluster": 1102},
+    **{"models": 1209, "data": 3291, "tasks": 997, "train": 3978, "cpu": 92, "cluster": 1200},
     **{"planner": 2475, "simulate": 356, "actors": 196, "peers": 1994, "pipelines": 1116},
     **{"plan": 162, "plots": 1049, "commands": 1035, "ground": 1165, "__init__": 14},
 }

@@ -156,3 +156,19 @@ def test_shards_in_two_processes_and_a_signal_to_one_of_them(start, alone, tmp_p
     step = tiny.saved_steps(stopped)[-1]
     assert step < STEPS and f"interrupted after step {step}; a checkpoint is saved" in words
     assert_same_model(tiny.run(tiny.waves(**CHANGES), stopped), one)
+
+
+def test_a_record_that_one_process_cannot_read_ends_both_with_its_sentence(start, tmp_path):
+    """Point 282 is for process 1 alone, after three steps; point 5 for it at the first evaluation.
+
+    The other one waits in an exchange, for 600 s if nobody tells it.
+    """
+    groups = {
+        name: start((tmp_path / name, [f"--config.data.{name}={point}"]))
+        for name, point in {"damaged": 282, "damaged_eval": 5}.items()
+    }
+    for (name, group), point in zip(groups.items(), (282, 5), strict=True):
+        words = finish(group, [1, 1], 120)
+        assert words.count(f"point {point} is damaged") == 2 and "Traceback" not in words
+        assert f"process 1 ({socket.gethostname()}) failed" in group[0].words.read_text()
+        assert tiny.saved_steps(tmp_path / name) == [2]

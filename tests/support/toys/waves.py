@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import line_task
 import numpy as np
 
+from decent_jax.ground.errors import DataError
 from decent_jax.ground.fields import Field
 
 FIELDS = {
     "model.dropout": Field(0.1, "probability that a wave is left out"),
     "model.waves": Field(16, "hidden units"),
+    "data.damaged": Field(-1, "training point that cannot be read", may_change=True),
+    "data.damaged_eval": Field(-1, "likewise of validation", may_change=True),
     "data.pause": Field(0.0, "seconds before each step, for signals to arrive", may_change=True),
 }
 validate = line_task.validate
@@ -22,9 +25,10 @@ def make(config, workdir, announce):
 
 
 class Points:
-    """``count`` points of a curve with noise: arrays [x, y]."""
+    """``count`` points of a curve with noise: arrays [x, y]; one may be ``damaged``."""
 
-    def __init__(self, count, seed):
+    def __init__(self, count, seed, damaged=-1):
+        self.damaged = damaged
         x, noise = np.random.default_rng(seed).normal(size=(2, count))
         self.points = np.stack([x, 3 * x + np.sin(3 * x) + noise / 4], 1).astype(np.float32)
 
@@ -32,6 +36,8 @@ class Points:
         return len(self.points)
 
     def __getitem__(self, index):
+        if index == self.damaged:
+            raise DataError(f"point {index} is damaged")
         return self.points[index]
 
 
@@ -41,7 +47,8 @@ class Waves(line_task.Line):
     def __init__(self, config):
         self.waves, self.dropout = config.model.waves, config.model.dropout
         self.pause = config.data.pause
-        self.train_source, self.eval_source = Points(400, 0), Points(20, 1)
+        self.train_source = Points(400, 0, config.data.damaged)
+        self.eval_source = Points(20, 1, config.data.damaged_eval)
 
     def init(self, key):
         drawn = jax.random.normal(key, (2, self.waves))
