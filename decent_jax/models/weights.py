@@ -12,10 +12,11 @@
   width, the stem for small images) are named by the same rule.
 
 A file is float32, and appears whole or not at all. ``transformers`` reads it as
-``model.safetensors`` next to a ``config.json`` that holds `hf_config`.
+``model.safetensors`` next to a ``config.json`` that holds `decent_jax.models.hf_config.describe`.
 """
 
 import dataclasses
+import functools
 import json
 import operator
 from collections.abc import Mapping, Sequence
@@ -29,14 +30,11 @@ import safetensors.numpy
 from flax import nnx
 
 from decent_jax.ground.json_files import check_regular, read_text, write_atomic
-from decent_jax.models import decoders, pieces, resnet, transformer
+from decent_jax.models import decoders, hf_config, pieces, resnet, transformer
 from decent_jax.models.gpt2 import GPT2Config
-from decent_jax.models.llama import LlamaConfig
 from decent_jax.models.pieces import Params
 from decent_jax.models.resnet import ResNetConfig
-from decent_jax.models.transformer import END, PAD, START, TransformerConfig
-
-POSITIONS = 2048  # tokens that a sentence or its translation may have in `transformers`
+from decent_jax.models.transformer import TransformerConfig
 
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _LEAVES |= {"mean": "running_mean", "var": "running_var"}
@@ -120,7 +118,8 @@ def _write(path: Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, st
 
 # --- Decoders -----------------------------------------------------------------------------------
 
-_PREFIX, _HEAD = "transformer.", "lm_head.weight"
+_PREFIXES = "_orig_mod.", "transformer."  # of torch.compile, and of GPT2LMHeadModel
+_HEAD = "lm_head.weight"
 _OF_VOCABULARY = ("wte.weight", "model.embed_tokens.weight", _HEAD)
 _IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
@@ -128,9 +127,10 @@ _IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     """Reads weights, published ones or those `save_decoder` wrote.
 
-    Names may carry the prefix ``transformer.``. The constants some files hold (causal masks,
-    rotary frequencies) are ignored, and so is a tied model's ``lm_head.weight``, which is the token
-    embedding again.
+    A ``config.json`` beside the file must describe this model (`decent_jax.models.hf_config`).
+    Names may carry the prefixes ``_orig_mod.`` and ``transformer.``. The constants some files hold
+    (causal masks, rotary frequencies) are ignored, and so is a tied model's ``lm_head.weight``
+    where it repeats the token embedding.
 
     Where ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
     padded with copies of its mean row. The logit of a padding token is then the mean logit, which
@@ -146,19 +146,27 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
       A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, or is not part of this config (more
-        layers, biases other than zeros where it has none); it is named.
+      ValueError: ``config.json`` describes another model; or a tensor is missing, stored twice,
+        not finite, of another shape, or not part of this config (more layers, an output layer of
+        its own, biases other than zeros where it has none). The sentence names it.
     """
-    layout, left = _decoder_layout(config), _stored(Path(path), config)
+    path = Path(path)
+    hf_config.check(path.with_name("config.json"), config)
+    layout, left = _decoder_layout(config), _stored(path, config)
+    tied_head = left.pop(_HEAD, None) if config.tied else None
 
     def leaf_of(tree_path, leaf):
         own = layout.name(tree_path)
         wanted = layout.turned(tree_path, np.broadcast_to(np.float32(0), leaf.shape)).shape
         if own not in left:
-            raise ValueError(f"{path} has no tensor {own!r}")
-        file, key = left.pop(own)
-        with safetensors.safe_open(file, framework="numpy") as opened:
-            value = np.asarray(opened.get_tensor(key), np.float32)  # published ones are bfloat16
+            others = ", ".join(sorted(left)[:3]) or "no others"
+            raise ValueError(f"{path} has no tensor {own!r}; it has {others}")
+        value = _read(*left.pop(own))
+        if own in _OF_VOCABULARY and tied_head and not np.array_equal(value, _read(*tied_head)):
+            raise ValueError(
+                f"{path} has an output layer {_HEAD!r} that differs from the token embedding; set "
+                "model.tied=False"
+            )
         if own in _OF_VOCABULARY and value.ndim == 2:
             missing = max(0, wanted[0] - value.shape[0])
             padding = np.tile(value.mean(0, dtype=np.float64).astype(np.float32), (missing, 1))
@@ -177,21 +185,37 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     return params
 
 
+def _read(file: Path, key: str) -> np.ndarray:
+    """One tensor in float32; published ones are often bfloat16."""
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        stored = opened.get_tensor(key)
+    if not jnp.issubdtype(stored.dtype, jnp.floating) or stored.dtype.itemsize == 1:
+        raise ValueError(
+            f"tensor {key!r} of {file} is {stored.dtype}; quantized weights must be "
+            "dequantized first"
+        )
+    value = np.asarray(stored, np.float32)
+    if not np.isfinite(value).all():
+        raise ValueError(f"tensor {key!r} of {file} has a value that is not finite")
+    return value
+
+
 def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
-    """Names of tensors without prefix: the file of each, and its name there."""
+    """Names of tensors without prefixes: the file of each, and its name there."""
     files = [path]
     if path.suffix == ".json":
         names = {*json.loads(read_text(path))["weight_map"].values()}
         files = [path.with_name(name) for name in sorted(names)]
-    ignored = (*_IGNORED, _HEAD) if config.tied else _IGNORED
     stored = {}
     for file in files:
         check_regular(file)
         with safetensors.safe_open(file, framework="numpy") as opened:
             for key in opened.keys():  # noqa: SIM118
-                name = key.removeprefix(_PREFIX)
-                if name.endswith(ignored):
+                name = functools.reduce(str.removeprefix, _PREFIXES, key)
+                if name.endswith(_IGNORED):
                     continue
+                if name in stored:
+                    raise ValueError(f"{path} has the tensor {name!r} twice")
                 # Biases of zeros are none; `save_decoder` writes them.
                 if config.bias or not name.endswith("bias") or np.any(opened.get_tensor(key)):
                     stored[name] = file, key
@@ -214,7 +238,7 @@ def save_decoder(
         for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
             tensors.setdefault(_GPT2.name(tree_path), np.zeros(leaf.shape, np.float32))
         if not config.tied:  # beside an output layer of its own, the rest has its full name
-            tensors = {n if n == _HEAD else _PREFIX + n: x for n, x in tensors.items()}
+            tensors = {n if n == _HEAD else f"transformer.{n}": x for n, x in tensors.items()}
     _write(path, tensors, metadata)
 
 
@@ -235,7 +259,7 @@ def save_transformer(
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         tensors[name.replace("weight", "bias")] = np.zeros(config.width, np.float32)
     tensors["final_logits_bias"] = np.zeros((1, config.vocab_size), np.float32)
-    sines = np.asarray(transformer.sinusoids(jnp.arange(POSITIONS), config.width))
+    sines = np.asarray(transformer.sinusoids(jnp.arange(hf_config.POSITIONS), config.width))
     for side in ("encoder", "decoder"):
         positions = np.ascontiguousarray(sines[:, _order(config.width)])
         tensors[f"model.{side}.embed_positions.weight"] = positions
@@ -254,87 +278,6 @@ def _reordered(tree_path, value: np.ndarray) -> np.ndarray:
         return value
     axis = 0 if leaf == "kernel" and module not in ("out", "ff_out") else -1
     return np.take(value, _order(value.shape[axis]), axis)
-
-
-# --- What `transformers` must know --------------------------------------------------------------
-
-
-def hf_config(config: decoders.Config | TransformerConfig) -> dict:
-    """What ``config.json`` must hold for ``transformers`` to load a saved file."""
-    if isinstance(config, TransformerConfig):
-        return _hf_transformer(config)
-    return _hf_gpt2(config) if isinstance(config, GPT2Config) else _hf_llama(config)
-
-
-def _hf_gpt2(config: GPT2Config) -> dict:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": config.vocab_size,
-        "n_positions": config.context,
-        "n_embd": config.width,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": config.tied,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
-        "bos_token_id": 50256 if config.vocab_size > 50256 else None,
-        "eos_token_id": 50256 if config.vocab_size > 50256 else None,
-    }
-
-
-def _hf_llama(config: LlamaConfig) -> dict:
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context,
-        "hidden_size": config.width,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.width // config.heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def _hf_transformer(config: TransformerConfig) -> dict:
-    post = config.norm == "post"
-    sides = ("encoder", "decoder")
-    return {
-        "model_type": "marian" if post else "pegasus",
-        "architectures": ["MarianMTModel" if post else "PegasusForConditionalGeneration"],
-        "vocab_size": config.vocab_size,
-        "d_model": config.width,
-        **{f"{side}_layers": config.layers for side in sides},
-        **{f"{side}_attention_heads": config.heads for side in sides},
-        **{f"{side}_ffn_dim": config.ff for side in sides},
-        "activation_function": "relu",
-        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout),
-        "scale_embedding": True,
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": True,
-        **SPECIAL_IDS,
-        "forced_eos_token_id": None,
-    }
-
-
-SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
-    "pad_token_id": PAD,
-    "bos_token_id": START,
-    "eos_token_id": END,
-    "decoder_start_token_id": START,
-}
 
 
 # --- ResNets ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import decoders, weights
+from decent_jax.models import decoders, hf_config, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 
@@ -33,6 +33,12 @@ FIELDS = {
     "model.width": size_of_preset("size of the residual stream", 2**20),
     "model.kv_heads": size_of_preset("heads of keys and values of a Llama"),
     "model.hidden": size_of_preset("size inside the MLP of a Llama", 2**20),
+    "model.rope_theta": Field(
+        0.0, "base of the rotary frequencies of a Llama; 0: the preset's", at_least=0
+    ),
+    "model.norm_epsilon": Field(
+        0.0, "added to the mean square in a Llama's norms; 0: the preset's", at_least=0, below=1
+    ),
     "model.context": Field(1024, "tokens per training sequence", at_least=1, at_most=2**24),
     "model.vocab_size": Field(
         0,
@@ -98,11 +104,12 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
         why = f"must be at least the tokenizer's {tokenizer_vocab}"
         raise ConfigError.about("model.vocab_size", vocab_size, why)
     has = {field.name for field in dataclasses.fields(preset)}
-    for name in ("kv_heads", "hidden", "dropout"):
+    for name in ("kv_heads", "hidden", "rope_theta", "norm_epsilon", "dropout"):
         if model[name] and name not in has:
             why = f"must be 0, because the model of preset {model.preset!r} has none"
             raise ConfigError.about(f"model.{name}", model[name], why)
-    shape = ("layers", "heads", "kv_heads", "width", "hidden")  # 0: the preset's
+    # 0: the preset's
+    shape = ("layers", "heads", "kv_heads", "width", "hidden", "rope_theta", "norm_epsilon")
     rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
     given = {name: model[name] for name in shape if model[name]}
     given |= {name: model[name] for name in rest if name in has}
@@ -256,7 +263,7 @@ def export(run: TrainedRun, out: Path) -> str:
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
     weights.save_decoder(out, model.params, model.config, origin)
-    about = weights.hf_config(model.config)
+    about = hf_config.describe(model.config)
     if model.tokenizer is not None:
         end = model.tokenizer.end_of_text
         ends = {"bos_token_id": end, "eos_token_id": end}

@@ -18,7 +18,7 @@ from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import transformer, weights
+from decent_jax.models import hf_config, transformer, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
@@ -282,7 +282,7 @@ def export(run: TrainedRun, out: Path) -> str:
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
     weights.save_transformer(out, model.params, model.config, origin)
-    generation = weights.SPECIAL_IDS | {
+    generation = hf_config.SPECIAL_IDS | {
         "num_beams": BEAM,
         "length_penalty": ALPHA,
         "max_new_tokens": LONGEST,
@@ -292,7 +292,7 @@ def export(run: TrainedRun, out: Path) -> str:
     files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     for name, content in files.items():
         out.with_name(name).write_bytes(content)
-    return json.dumps(weights.hf_config(model.config), indent=2) + "\n"
+    return json.dumps(hf_config.describe(model.config), indent=2) + "\n"
 
 
 def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:

@@ -14,7 +14,7 @@ from trees import assert_equal
 
 from decent_jax import tasks, train
 from decent_jax.ground.progress import announce
-from decent_jax.models import decoders, llama, weights
+from decent_jax.models import decoders, hf_config, llama, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.train import config as config_lib
 from decent_jax.train import saved_model
@@ -142,7 +142,7 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
         config = dataclasses.replace(TINY, tied=tied)
         params = drawn(decoders, config)
         weights.save_decoder(tmp_path / "model.safetensors", params, config, {})
-        (tmp_path / "config.json").write_text(json.dumps(weights.hf_config(config)))
+        (tmp_path / "config.json").write_text(json.dumps(hf_config.describe(config)))
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, output_loading_info=True
         )

@@ -1,12 +1,12 @@
 """ResNets in files with torchvision's names, and the export of runs.
 
-That torchvision 0.28 loads the files of all five presets with ``strict=True``, and that its
-resnet18 and resnet50 give our logits of four images of 224 pixels to 8e-7 of the largest, was
-tried by hand with torch 2.13. Here a second forward pass knows nothing but the file.
+``data/weights/resnet`` holds what torchvision makes of our files; a second forward pass here knows
+nothing but the file.
 """
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 import small_runs
 import tiny
-from networks import numpy_resnet, shapes_of
+from networks import assert_close, numpy_resnet, shapes_of
 from refusals import refuses
 
 from decent_jax import train
@@ -29,11 +29,14 @@ BASIC = resnet.ResNetConfig((2, 1, 1), bottleneck=False, width=6, num_classes=3,
 SMALL = dataclasses.replace(BASIC, small_images=True)
 
 
-def random_model(config, seed=0):
+IMAGES = np.random.default_rng(1).normal(size=(2, 33, 26, 3)).astype(np.float32)
+
+
+def random_model(config, seed=0, spread=0.3):
     """Parameters and statistics, no two alike."""
     rng = np.random.default_rng(seed)
     params, statistics = jax.tree.map(
-        lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes_of(resnet, config)
+        lambda x: rng.normal(0, spread, x.shape).astype(np.float32), shapes_of(resnet, config)
     )
     # Positive, as variances are; means may be anything.
     return params, jax.tree.map(lambda x: np.abs(x) + 0.1, statistics)
@@ -67,11 +70,19 @@ def test_architecture():
 def test_a_forward_pass_of_the_file_gives_our_logits(config, tmp_path):
     model = random_model(config)
     weights.save_resnet(tmp_path / "model.safetensors", *model, config, 0, {})
-    images = np.random.default_rng(1).normal(size=(2, 33, 26, 3)).astype(np.float32)
-    ours = jax.jit(resnet.logits_of, static_argnums=0)(config, *model, images)
+    ours = jax.jit(resnet.logits_of, static_argnums=0)(config, *model, IMAGES)
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    wanted = numpy_resnet(tensors, images)
+    wanted = numpy_resnet(tensors, IMAGES)
     assert np.abs(ours - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_our_logits_are_those_of_torchvision():
+    """Of resnet18; ``data/weights/make.py`` also found those of resnet50."""
+    config = dataclasses.replace(resnet.PRESETS["resnet18"], dtype="float32")
+    model = random_model(config, spread=0.05)
+    ours = jax.jit(resnet.logits_of, static_argnums=0)(config, *model, IMAGES)
+    with np.load(Path(__file__).parent / "data" / "weights" / "resnet" / "logits.npz") as wanted:
+        assert_close(ours[:, :8], wanted["resnet18"])
 
 
 # --- Export -------------------------------------------------------------------------------------

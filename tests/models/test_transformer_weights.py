@@ -14,7 +14,7 @@ from odd_text import ODD, SAME
 from refusals import refuses
 
 from decent_jax.data.translation import subwords
-from decent_jax.models import transformer, weights
+from decent_jax.models import hf_config, transformer, weights
 from decent_jax.models.transformer import PAD, TransformerConfig
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -93,7 +93,7 @@ def read_as_published(tensors, config, source, target_in):
 def test_the_file_gives_our_logits_and_attention(tmp_path, norm):
     """Sentence by sentence and without padding: so padding has no influence on ours."""
     config, params, tensors = saved(tmp_path, norm)
-    hf = weights.hf_config(config)
+    hf = hf_config.describe(config)
 
     @jax.jit
     def both(params):
@@ -118,7 +118,7 @@ def test_transformers_loads_it_without_a_warning(tmp_path, norm):
     torch = pytest.importorskip("torch", reason="needs torch and transformers")
     transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
     config, params, _ = saved(tmp_path, norm)
-    hf = weights.hf_config(config)
+    hf = hf_config.describe(config)
     (tmp_path / "config.json").write_text(json.dumps(hf))
     model, report = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path, output_loading_info=True

@@ -28,7 +28,7 @@ from networks import drawn
 from refusals import refuses
 from trees import assert_equal
 
-from decent_jax.models import decoders, gpt2, llama, transformer, weights
+from decent_jax.models import decoders, gpt2, hf_config, llama, transformer, weights
 from decent_jax.models.pieces import cross_entropy
 
 TINY = gpt2.GPT2Config(vocab_size=96, context=32, layers=2, heads=2, width=32, dtype="float32")
@@ -207,13 +207,13 @@ def test_what_transformers_is_told_of_a_shape():
     told = {"vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
     told |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     told |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
-    assert weights.hf_config(gpt2_config).items() >= told.items()
-    assert weights.hf_config(gpt2.PRESETS["small"])["eos_token_id"] == 50256
+    assert hf_config.describe(gpt2_config).items() >= told.items()
+    assert hf_config.describe(gpt2.PRESETS["small"])["eos_token_id"] == 50256
     told = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
     told |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    assert weights.hf_config(LLAMA).items() >= told.items()
+    assert hf_config.describe(LLAMA).items() >= told.items()
     sizes = {"vocab_size": 20, "width": 16, "heads": 4, "layers": 3, "ff": 24, "norm": "pre"}
-    found = weights.hf_config(transformer.TransformerConfig(**sizes, dropout=0.1))
+    found = hf_config.describe(transformer.TransformerConfig(**sizes, dropout=0.1))
     sides = {"layers": 3, "attention_heads": 4, "ffn_dim": 24}
     told = {f"{s}coder_{name}": x for s in ("en", "de") for name, x in sides.items()}
     told |= {"vocab_size": 20, "d_model": 16, "attention_dropout": 0.1, "model_type": "pegasus"}

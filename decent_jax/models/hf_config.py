@@ -1,0 +1,183 @@
+"""The ``config.json`` of ``transformers``: what an export says of a model, and what it must say of
+weights that a run begins with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decent_jax.ground.json_files import read_text
+from decent_jax.models import decoders
+from decent_jax.models.gpt2 import GPT2Config
+from decent_jax.models.llama import LlamaConfig
+from decent_jax.models.transformer import END, PAD, START, TransformerConfig
+
+POSITIONS = 2048  # tokens that a sentence or its translation may have in `transformers`
+
+
+def describe(config: decoders.Config | TransformerConfig) -> dict:
+    """What ``config.json`` must hold for ``transformers`` to load a saved file."""
+    if isinstance(config, TransformerConfig):
+        return _transformer(config)
+    return _gpt2(config) if isinstance(config, GPT2Config) else _llama(config)
+
+
+def _gpt2(config: GPT2Config) -> dict:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+        "bos_token_id": 50256 if config.vocab_size > 50256 else None,
+        "eos_token_id": 50256 if config.vocab_size > 50256 else None,
+    }
+
+
+def _llama(config: LlamaConfig) -> dict:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.width // config.heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _transformer(config: TransformerConfig) -> dict:
+    post = config.norm == "post"
+    sides = ("encoder", "decoder")
+    return {
+        "model_type": "marian" if post else "pegasus",
+        "architectures": ["MarianMTModel" if post else "PegasusForConditionalGeneration"],
+        "vocab_size": config.vocab_size,
+        "d_model": config.width,
+        **{f"{side}_layers": config.layers for side in sides},
+        **{f"{side}_attention_heads": config.heads for side in sides},
+        **{f"{side}_ffn_dim": config.ff for side in sides},
+        "activation_function": "relu",
+        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout),
+        "scale_embedding": True,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": True,
+        **SPECIAL_IDS,
+        "forced_eos_token_id": None,
+    }
+
+
+SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": END,
+    "decoder_start_token_id": START,
+}
+
+
+# --- Weights of others ----------------------------------------------------------------------------
+
+# What `transformers` takes where a config.json is silent.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        **{"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
+        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+        **{"scale_attn_weights": True, "tie_word_embeddings": True},
+    },
+    "llama": {
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
+        **{"intermediate_size": 11008, "hidden_act": "silu", "rms_norm_eps": 1e-6},
+        **{"rope_theta": 10000.0, "rope_type": "default", "tie_word_embeddings": False},
+    },
+}
+_FIELDS = {  # of a run's config, which set what config.json says
+    **{"n_layer": "layers", "n_head": "heads", "n_embd": "width", "n_positions": "context"},
+    **{"num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width"},
+    **{"num_key_value_heads": "kv_heads", "intermediate_size": "hidden"},
+    **{"rope_theta": "rope_theta", "rms_norm_eps": "norm_epsilon", "tie_word_embeddings": "tied"},
+}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+_ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and of those before
+# They say nothing of the function that the weights compute (vocab_size: its rows are checked).
+_NEUTRAL = {
+    *("_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout"),
+    *("attn_pdrop", "chunk_size_feed_forward", "dtype", "embd_pdrop", "id2label"),
+    *("initializer_range", "keys_to_ignore_at_inference", "label2id", "max_position_embeddings"),
+    *("model_type", "n_ctx", "pretraining_tp", "problem_type", "reorder_and_upcast_attn"),
+    *("resid_pdrop", "return_dict", "summary_activation", "summary_first_dropout"),
+    *("summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params"),
+    *("torch_dtype", "transformers_version", "use_cache", "vocab_size", *_ROPE),
+}
+
+
+def check(path: Path, config: decoders.Config) -> None:
+    """Raises ValueError, one sentence, where a ``config.json`` describes another model than config.
+
+    Every key counts: one that this model cannot follow is refused by name, and one that the run's
+    config contradicts with the settings that agree. Without the file nothing is checked.
+    """
+    if not path.exists():
+        return
+    wanted = describe(config)
+    said = json.loads(read_text(path))
+    kind = said.get("model_type") if isinstance(said, dict) else None
+    if kind != wanted["model_type"]:
+        raise ValueError(
+            f"{path} says model_type {kind!r}, and this run's model is a {wanted['model_type']!r}"
+        )
+    said = _complete(kind, said)
+    wanted = _complete(kind, wanted)
+    unlike = {
+        key: value
+        for key, value in said.items()
+        if key not in _NEUTRAL
+        and not key.endswith("_token_id")
+        and (value != wanted[key] if key in wanted else value not in (None, False, [], {}))
+    }
+    for key in sorted(unlike.keys() - _FIELDS):
+        raise ValueError(
+            f"{path} says {key} {unlike[key]!r}, which this model cannot follow"
+            + (f": it has {wanted[key]!r}" if key in wanted else "")
+        )
+    if unlike:
+        differences = ", ".join(f"{key} {unlike[key]!r} (here {wanted[key]!r})" for key in unlike)
+        settings = " ".join(f"--config.model.{_FIELDS[key]}={unlike[key]}" for key in unlike)
+        raise ValueError(f"{path} says {differences}: set {settings}")
+
+
+def _complete(kind: str, said: dict) -> dict:
+    """The same with the defaults of ``transformers``, and each thing said in one way."""
+    said = _DEFAULTS[kind] | said
+    for key in ("activation_function", "hidden_act"):
+        if key in said:
+            said[key] = _ACTIVATIONS.get(said[key], said[key])
+    if kind == "gpt2":
+        if said.get("n_inner") == 4 * said["n_embd"]:
+            del said["n_inner"]
+        return said
+    for rope in (said.get(key) or {} for key in _ROPE):
+        said["rope_type"] = rope.get("rope_type", rope.get("type", said["rope_type"]))
+        said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
+        turned = said.get("partial_rotary_factor", 1.0)
+        said["partial_rotary_factor"] = rope.get("partial_rotary_factor", turned)
+    said["num_key_value_heads"] = said.get("num_key_value_heads") or said["num_attention_heads"]
+    if said.get("head_dim") == said["hidden_size"] // said["num_attention_heads"]:
+        del said["head_dim"]
+    return said

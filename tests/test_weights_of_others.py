@@ -1,0 +1,306 @@
+"""Weights of others: what a ``config.json`` says is followed, or refused by name.
+
+``data/weights`` holds files that transformers saved, with its logits; ``make.py`` made them. Where
+torch and transformers are installed (weekly), a property makes more.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from networks import assert_close
+from refusals import refuses
+from test_transformer_weights import SOURCE, TARGET_IN, saved
+
+from decent_jax.models import decoders, hf_config, transformer, weights
+from decent_jax.models.gpt2 import GPT2Config
+from decent_jax.models.llama import LlamaConfig
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+FOLDER = Path(__file__).parent / "data" / "weights"
+SIZES = {"vocab_size": 24, "context": 16, "layers": 2, "width": 16, "dtype": "float32"}
+LLAMA = LlamaConfig(**SIZES, heads=4, kv_heads=2, hidden=24)
+GPT2 = GPT2Config(**SIZES, heads=2)
+MODELS = {
+    "gpt2": GPT2,
+    "gpt2_untied": dataclasses.replace(GPT2, tied=False),
+    "llama_2": dataclasses.replace(LLAMA, tied=False, rope_theta=1e4, norm_epsilon=1e-6),
+    "llama_3": LLAMA,
+}
+
+
+def logits_of(config, params, tokens):
+    return jax.jit(decoders.apply, static_argnums=0)(config, params, tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name):
+    config = MODELS[name]
+    params = weights.load_decoder(FOLDER / name / "model.safetensors", config)
+    with np.load(FOLDER / name / "logits.npz") as wanted:
+        assert_close(logits_of(config, params, wanted["tokens"]), wanted["logits"])
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A function that copies a folder with its config.json or its tensors changed."""
+
+    def change(name, said=None, tensors=None):
+        folder = shutil.copytree(FOLDER / name, tmp_path / "weights", dirs_exist_ok=True)
+        path = folder / "model.safetensors"
+        beside = folder / "config.json"
+        beside.unlink() if said is None else beside.write_text(
+            json.dumps({k: v for k, v in (read(name) | said).items() if v != "absent"})
+        )
+        if tensors is not None:
+            safetensors.numpy.save_file(tensors(safetensors.numpy.load_file(path)), path)
+        return path
+
+    return change
+
+
+def read(name):
+    return json.loads((FOLDER / name / "config.json").read_text())
+
+
+LLAMA_3_ROPE = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "named"),
+    [
+        ("gpt2", {"activation_function": "gelu"}, ("activation_function", "gelu")),
+        ("gpt2", {"activation_function": "relu"}, ("activation_function", "relu")),
+        ("gpt2", {"scale_attn_weights": False}, ("scale_attn_weights",)),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx",)),
+        ("gpt2", {"layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon", "1e-06")),
+        ("gpt2", {"n_head": 4}, ("n_head", "--config.model.heads=4")),
+        ("gpt2", {"n_head": "absent"}, ("n_head", "--config.model.heads=12")),
+        ("gpt2", {"n_layer": 3, "n_embd": 8}, ("model.layers=3", "model.width=8")),
+        ("gpt2", {"n_inner": 48}, ("n_inner", "48")),
+        ("gpt2", {"tie_word_embeddings": False}, ("--config.model.tied=False",)),
+        ("gpt2", {"model_type": "gpt_neo"}, ("model_type", "gpt_neo", "gpt2")),
+        ("gpt2", {"model_type": "absent"}, ("model_type", None)),
+        ("gpt2", {"quantization_config": {"bits": 4}}, ("quantization_config",)),
+        ("llama_3", {"model_type": "mistral"}, ("mistral", "llama")),
+        ("llama_3", {"rope_parameters": LLAMA_3_ROPE}, ("rope_type", "llama3")),
+        (
+            "llama_3",
+            {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2}},
+            ("rope_type", "linear"),
+        ),
+        ("llama_3", {"rope_parameters": "absent"}, ("rope_theta", "model.rope_theta=10000.0")),
+        (
+            "llama_3",
+            {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+            ("partial_rotary_factor",),
+        ),
+        ("llama_3", {"rms_norm_eps": 1e-6}, ("--config.model.norm_epsilon=1e-06",)),
+        ("llama_3", {"num_attention_heads": 2, "head_dim": None}, ("--config.model.heads=2",)),
+        ("llama_3", {"num_key_value_heads": "absent"}, ("--config.model.kv_heads=4",)),
+        ("llama_3", {"head_dim": 8}, ("head_dim",)),
+        ("llama_3", {"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ("llama_3", {"attention_bias": True}, ("attention_bias",)),
+        ("llama_3", {"sliding_window": 4096}, ("sliding_window",)),
+        ("llama_3", {"logits_scaling": 8.0}, ("logits_scaling",)),
+        ("llama_3", {"tie_word_embeddings": "absent"}, ("--config.model.tied=False",)),
+    ],
+)
+def test_another_model_is_refused_by_name(changed, name, said, named):
+    with refuses("config.json", *named):
+        weights.load_decoder(changed(name, said), MODELS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.3, "n_inner": 64}),
+        ("gpt2", {"torch_dtype": "float16", "eos_token_id": 7, "use_cache": False, "n_ctx": 16}),
+        ("llama_3", {"hidden_act": "swish", "rope_theta": 5e5, "rope_parameters": "absent"}),
+        ("llama_3", {"rope_theta": 5e5, "rope_scaling": None, "max_position_embeddings": 9}),
+        ("llama_3", {"head_dim": None, "pretraining_tp": 2, "sliding_window": None}),
+    ],
+)
+def test_what_changes_nothing_is_accepted(changed, name, said):
+    weights.load_decoder(changed(name, said), MODELS[name])
+
+
+def with_nan(tensors):
+    tensors["transformer.h.0.ln_1.weight"][3] = math.nan
+    return tensors
+
+
+HEAD, WTE = "lm_head.weight", "transformer.wte.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (with_nan, ("transformer.h.0.ln_1.weight", "finite")),
+        (lambda t: t | {HEAD: 2 * t[WTE]}, (HEAD, "model.tied=False")),
+        (lambda t: t | {"wte.weight": t[WTE]}, ("'wte.weight' twice",)),
+        (lambda t: t | {WTE: np.int8(t[WTE])}, (WTE, "int8")),
+        (lambda t: {f"model.{k}": x for k, x in t.items()}, ("has no tensor", "it has model.")),
+    ],
+)
+def test_tensors_that_cannot_be_meant(changed, change, named):
+    with refuses("model.safetensors", *named):
+        weights.load_decoder(changed("gpt2", tensors=change), GPT2)
+
+
+def test_names_of_a_compiled_module(changed):
+    path = changed("gpt2", tensors=lambda t: {f"_orig_mod.{k}": x for k, x in t.items()})
+    found = weights.load_decoder(path, GPT2)
+    wanted = weights.load_decoder(FOLDER / "gpt2" / "model.safetensors", GPT2)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "null", '{"model_type": []}'])
+def test_a_config_that_is_none(changed, text):
+    path = changed("gpt2", {})
+    path.with_name("config.json").write_text(text)
+    with pytest.raises(ValueError):
+        weights.load_decoder(path, GPT2)
+
+
+heads = st.sampled_from([1, 2, 4])
+ours = st.one_of(
+    st.builds(GPT2Config, tied=st.booleans(), layers=heads, heads=heads, width=st.just(16)),
+    st.builds(
+        LlamaConfig,
+        tied=st.booleans(),
+        heads=st.just(4),
+        kv_heads=heads,
+        rope_theta=st.floats(1e3, 1e7),
+        norm_epsilon=st.floats(1e-9, 1e-3),
+    ),
+)
+
+
+@given(ours)
+def test_what_an_export_says_is_read_again(tmp_path_factory, config):
+    path = tmp_path_factory.mktemp("export") / "config.json"
+    path.write_text(json.dumps(hf_config.describe(config)))
+    hf_config.check(path, config)
+    with refuses("tie_word_embeddings"):
+        hf_config.check(path, dataclasses.replace(config, tied=not config.tied))
+
+
+@pytest.mark.parametrize(("name", "norm"), [("marian", "post"), ("pegasus", "pre")])
+def test_a_translator_is_the_one_that_transformers_read(tmp_path, name, norm):
+    config, params, tensors = saved(tmp_path, norm)
+    assert hf_config.describe(config) == read(name)
+    with np.load(FOLDER / name / "export.npz") as wanted:
+        assert tensors.keys() == set(wanted) - {"logits"}
+        for key, x in tensors.items():
+            np.testing.assert_array_equal(x[: len(wanted[key])], wanted[key])
+        real = TARGET_IN != transformer.PAD
+        logits = jax.jit(transformer.apply, static_argnums=0)(config, params, SOURCE, TARGET_IN)
+        assert_close(logits[real], wanted["logits"][real])
+
+
+# --- Where transformers is installed --------------------------------------------------------------
+
+some = st.sampled_from
+FIELDS_OF = {
+    "gpt2": {
+        "n_head": some([1, 2, 4]),
+        "n_layer": some([1, 2]),
+        "n_inner": some([None, 64, 24]),
+        "activation_function": some(["gelu_new", "gelu", "relu", "silu", "gelu_fast", "tanh"]),
+        "layer_norm_epsilon": some([1e-5, 1e-3]),
+        "scale_attn_weights": st.booleans(),
+        "scale_attn_by_inverse_layer_idx": st.booleans(),
+        "reorder_and_upcast_attn": st.booleans(),
+        "tie_word_embeddings": st.booleans(),
+        "resid_pdrop": some([0.0, 0.4]),
+        "summary_type": some(["mean", "cls_index"]),
+        "initializer_range": some([0.02, 0.3]),
+    },
+    "llama": {
+        "num_attention_heads": some([2, 4]),
+        "num_key_value_heads": some([None, 1, 2]),
+        "head_dim": some([None, 4, 8]),
+        "intermediate_size": some([24, 40]),
+        "num_hidden_layers": some([1, 2]),
+        "hidden_act": some(["silu", "gelu", "relu", "swish"]),
+        "rms_norm_eps": some([1e-5, 1e-6, 1e-2]),
+        "tie_word_embeddings": st.booleans(),
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "max_position_embeddings": some([16, 64]),
+        "pretraining_tp": some([1, 2]),
+        "rope_parameters": some(
+            [
+                {"rope_type": "default", "rope_theta": 10000.0},
+                {"rope_type": "default", "rope_theta": 500.0},
+                {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0},
+                LLAMA_3_ROPE
+                | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+                | {"original_max_position_embeddings": 8},
+            ]
+        ),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FIELDS_OF)
+def test_equal_logits_or_a_refusal(kind, tmp_path):
+    """One field at a time away from what this model has, and then any fields together."""
+    torch = pytest.importorskip("torch", reason="needs torch and transformers")
+    transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
+    tokens = np.random.default_rng(0).integers(0, 24, (2, 16))
+    seen = {"equal": 0, "refused": 0}
+
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(st.fixed_dictionaries({}, optional=FIELDS_OF[kind]))
+    def compare(fields):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 24, "bos_token_id": None, "eos_token_id": None}
+        if kind == "gpt2":
+            sizes |= {"n_embd": 16, "n_positions": 16, "n_layer": 2, "n_head": 2}
+            like = transformers.GPT2Config(**sizes | fields)
+            model = transformers.GPT2LMHeadModel(like)
+            config = dataclasses.replace(
+                GPT2, heads=like.n_head, layers=like.n_layer, tied=like.tie_word_embeddings
+            )
+        else:
+            sizes |= {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+            sizes |= {"num_attention_heads": 4}
+            like = transformers.LlamaConfig(**sizes | fields)
+            model = transformers.LlamaForCausalLM(like)
+            config = dataclasses.replace(
+                LLAMA,
+                heads=like.num_attention_heads,
+                kv_heads=like.num_key_value_heads,
+                layers=like.num_hidden_layers,
+                hidden=like.intermediate_size,
+                tied=like.tie_word_embeddings,
+                norm_epsilon=like.rms_norm_eps,
+                rope_theta=like.rope_parameters["rope_theta"],
+            )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+            wanted = model.eval()(torch.tensor(tokens)).logits.numpy()
+        model.save_pretrained(tmp_path)
+        try:
+            params = weights.load_decoder(tmp_path / "model.safetensors", config)
+        except ValueError:
+            seen["refused"] += 1
+            return
+        seen["equal"] += 1
+        assert_close(logits_of(config, params, tokens), wanted, rtol=2e-5)
+
+    compare()
+    assert min(seen.values()) > 5, seen
