@@ -136,12 +136,11 @@ def check(path: Path, config: decoders.Config) -> None:
     if not path.exists():
         return
     wanted = describe(config)
+    kind: str = wanted["model_type"]
     said = json.loads(read_text(path))
-    kind = said.get("model_type") if isinstance(said, dict) else None
-    if kind != wanted["model_type"]:
-        raise ValueError(
-            f"{path} says model_type {kind!r}, and this run's model is a {wanted['model_type']!r}"
-        )
+    if not isinstance(said, dict) or said.get("model_type") != kind:
+        found = said.get("model_type") if isinstance(said, dict) else None
+        raise ValueError(f"{path} says model_type {found!r}, and this run's model is a {kind!r}")
     said = _complete(kind, said)
     wanted = _complete(kind, wanted)
     unlike = {

@@ -1,12 +1,11 @@
 """ResNets in files with torchvision's names, and the export of runs.
 
-``data/weights/resnet`` holds what torchvision makes of our files; a second forward pass here knows
-nothing but the file.
+``tests/data/weights/resnet`` holds what torchvision makes of our files; a second forward pass here
+knows nothing but the file.
 """
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import safetensors.numpy
 import small_runs
 import tiny
+from datafiles import DATA
 from networks import assert_close, numpy_resnet, shapes_of
 from refusals import refuses
 
@@ -77,11 +77,11 @@ def test_a_forward_pass_of_the_file_gives_our_logits(config, tmp_path):
 
 
 def test_our_logits_are_those_of_torchvision():
-    """Of resnet18; ``data/weights/make.py`` also found those of resnet50."""
+    """Of resnet18; ``tests/data/weights/make.py`` also found those of resnet50."""
     config = dataclasses.replace(resnet.PRESETS["resnet18"], dtype="float32")
     model = random_model(config, spread=0.05)
     ours = jax.jit(resnet.logits_of, static_argnums=0)(config, *model, IMAGES)
-    with np.load(Path(__file__).parent / "data" / "weights" / "resnet" / "logits.npz") as wanted:
+    with np.load(DATA / "weights/resnet/logits.npz") as wanted:
         assert_close(ours[:, :8], wanted["resnet18"])
 
 

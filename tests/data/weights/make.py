@@ -1,10 +1,10 @@
 """Makes the folders beside it, in which torch's libraries say what a file of weights computes.
 
-    PYTHONPATH=.:tests python tests/data/weights/make.py  # torch, transformers or torchvision
+    PYTHONPATH=.:tests/support:tests/models python tests/data/weights/make.py
 
 With transformers (5.24.0, torch 2.13.0): ``gpt2*`` and ``llama*`` are models that it initialised,
 spread and saved; ``marian`` and ``pegasus`` hold our export of the parameters that the tests draw,
-as it read it, with position tables cut to 16 rows. With torchvision (0.29.1, torch 2.14.1):
+as it read it, with position tables cut to 16 rows. With torchvision (0.28.0):
 ``resnet`` holds logits of its resnet18 and resnet50 around our export. All are float32.
 """
 

@@ -1,19 +1,19 @@
 """Weights of others: what a ``config.json`` says is followed, or refused by name.
 
-``data/weights`` holds files that transformers saved, with its logits; ``make.py`` made them. Where
-torch and transformers are installed (weekly), a property makes more.
+``tests/data/weights`` holds files that transformers saved, with its logits; ``make.py`` made them.
+Where torch and transformers are installed (weekly), a property makes more.
 """
 
 import dataclasses
 import json
 import math
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from datafiles import DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import assert_close
@@ -25,7 +25,7 @@ from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("compile_once")
-FOLDER = Path(__file__).parent / "data" / "weights"
+FOLDER = DATA / "weights"
 SIZES = {"vocab_size": 24, "context": 16, "layers": 2, "width": 16, "dtype": "float32"}
 LLAMA = LlamaConfig(**SIZES, heads=4, kv_heads=2, hidden=24)
 GPT2 = GPT2Config(**SIZES, heads=2)
@@ -255,7 +255,7 @@ FIELDS_OF = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FIELDS_OF)
-def test_equal_logits_or_a_refusal(kind, tmp_path):
+def test_transformers_gives_equal_logits_or_a_refusal(kind, tmp_path):
     """One field at a time away from what this model has, and then any fields together."""
     torch = pytest.importorskip("torch", reason="needs torch and transformers")
     transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
