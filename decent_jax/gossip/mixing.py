@@ -407,8 +407,7 @@ def _noise(leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Ar
 
 def check_coded(schedule: Schedule, codec: Codec | None = None) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
-    adds = any(rnd.group_size > 1 and rnd.sends for rnd in schedule.rounds)
-    if adds and not isinstance(codec, RandomK):
+    if schedule.sends_sums and not isinstance(codec, RandomK):
         raise ValueError(
             f"{schedule.name} sends sums of groups from group to group, which travel as they are; "
             "use comm_dtype='float32', or a schedule such as one_peer_exp or complete"

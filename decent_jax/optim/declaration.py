@@ -16,6 +16,7 @@ A factory's signature says the rest. Its positional parameters come from the run
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -113,7 +114,7 @@ class Method:
     phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
     meeting: Callable[[Mapping[str, Any]], Meet] | None = None
 
-    @property
+    @functools.cached_property
     def takes(self) -> Mapping[str, inspect.Parameter]:
         """The factory's parameters."""
         return inspect.signature(self.make).parameters

@@ -11,6 +11,7 @@ Each says more with --help. None of them needs a GPU or the cluster.
 import argparse
 import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -167,21 +168,25 @@ def _recommend(given: Options) -> None:
     and what it does not know. --largest_slow_down is the quality you ask for.
     """
     options.complete(given)
+    options.choose_method(given)
     machines, workload = options.network_of(given), options.workload_of(given)
     found = recommend.choices(
         machines,
         workload,
+        combine=given.combine,
         schedules=given.schedules,
         mix_every=given.mix_every,
         wires=given.wires,
         tokens_per_parameter=given.tokens_per_parameter,
         largest_slow_down=given.largest_slow_down,
     )
+    if given.base:
+        found = [choice for choice in found if options.accepted(given, choice)]
     print(recommend.explain(found), end="\n\n")
     print(recommend.format_table(found), end="\n\n")
     print("In the config:")
-    for line in recommend.config_lines(found[0], given.algorithm):
-        print(f"    {line}")
+    for name, value in options.fields_of(given, found[0]).items():
+        print(f"    config.{name} = {json.dumps(value)}")
     if not given.plan:
         return
     best, gossip = found[0], found[0].algorithm
@@ -208,8 +213,13 @@ def _write_plan(
 ) -> None:
     """Replica i, or its stage s, goes on device ``order[i]``; the rest as of `plan_file.Plan`."""
     devices = tuple(machines.names[device] for device in order)
-    plan_file.Plan(devices, schedule, *rest).save(path)
-    print(f"\n{path}: train.py --config.cluster.plan={path} follows it")
+    plan = plan_file.Plan(devices, schedule, *rest)
+    plan.save(path)
+    fields = {"cluster.plan": path, "num_replicas": schedule.num_replicas}
+    if plan.stages > 1:
+        fields["pipeline.stages"] = plan.stages
+    given = " ".join(f"--config.{name}={value}" for name, value in fields.items())
+    print(f"\n{path}: train.py {given} follows it")
 
 
 # --- place --------------------------------------------------------------------------------------

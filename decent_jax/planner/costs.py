@@ -313,10 +313,12 @@ def round_phases(
     """The collectives of one round, in the order in which they run.
 
     Args:
-      wire: part of ``num_bytes`` that a model takes in a permute; means of groups send all of it,
-          because a sum cannot be formed of compressed terms.
+      wire: part of ``num_bytes`` that a model takes as a message.
 
-    A permutation is a permute of the whole model. Groups with a partner (alternating_exp_ring):
+    A permutation is a permute of the whole model. A mean of groups is an all-reduce; of coded
+    messages (``wire`` below 1) permutes of chunks to their owners, and an all-gather
+    (`decent_jax.gossip.groups`). Groups with a partner (alternating_exp_ring), whose messages are
+    sums and are never coded:
 
     - ``hierarchical``: reduce-scatter in the group, permute of the shards of 1/g, all-gather;
     - ``plain``: all-reduce in the group, then a permute of whole models;
@@ -334,15 +336,21 @@ def round_phases(
         raise ValueError(
             f"a round is carried out hierarchical, plain or all_reduce, got {execution!r}"
         )
-    groups = list(np.arange(n).reshape(-1, g))
-    if g > 1 and rnd.sends and execution == "hierarchical":
-        return [
-            ring_phase(network, groups, num_bytes, laps=1),
-            *(permute_phase(network, send.sources, wire * num_bytes / g) for send in rnd.sends),
-            ring_phase(network, groups, num_bytes, laps=1),
-        ]
-    mean = all_reduce_phases(network, num_bytes, "auto", groups) if g > 1 else []
-    return mean + [permute_phase(network, send.sources, wire * num_bytes) for send in rnd.sends]
+
+    def permutes(size: float) -> list[Phase]:
+        return [permute_phase(network, send.sources, size) for send in rnd.sends]
+
+    if g == 1:
+        return permutes(wire * num_bytes)
+    members = np.arange(n).reshape(-1, g)
+    groups = list(members)
+    if (rnd.sends and execution == "plain") or (not rnd.sends and wire == 1):
+        return all_reduce_phases(network, num_bytes, "auto", groups) + permutes(num_bytes)
+    lap = ring_phase(network, groups, wire * num_bytes, laps=1)
+    if rnd.sends:
+        return [lap, *permutes(num_bytes / g), lap]
+    senders = [np.roll(members, shift, axis=1).ravel() for shift in range(1, g)]
+    return [*(permute_phase(network, one, wire * num_bytes / g) for one in senders), lap]
 
 
 def mean_groups(rnd: Round) -> list[np.ndarray]:

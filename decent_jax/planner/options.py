@@ -15,14 +15,15 @@ import numpy as np
 from decent_jax.ground import command_line
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import shown, split_outside_brackets
-from decent_jax.ground.json_files import is_real, read_json
+from decent_jax.ground.json_files import flat, is_real, read_json
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.plan.orders import ORDERS
 from decent_jax.planner import network
 from decent_jax.planner.network import Network
 from decent_jax.planner.pipeline_time import AVERAGING
 from decent_jax.planner.recommend import TOKENS_PER_PARAMETER as TOKENS
-from decent_jax.planner.runtime import CONSTANT, WIRES, LogNormal, Workload, fit
+from decent_jax.planner.recommend import Choice, config_fields
+from decent_jax.planner.runtime import CONSTANT, WIRES, AllReduce, LogNormal, Workload, fit
 from decent_jax.topology import NAMES
 
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
@@ -162,14 +163,14 @@ def add(parser: Any, flags: Iterable[Flag]) -> None:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Take from ``--config`` what no flag says: the model, the replicas, and the algorithm."""
-    options.num_replicas = options.local_size = None
-    options.algorithm, options.late_parameters, options.row_length = "accum_adam", 0, ROW_LENGTH
+    """Take from ``--config`` what no flag says: the model and the replicas."""
+    options.base = options.num_replicas = options.local_size = None
+    options.late_parameters, options.row_length = 0, ROW_LENGTH
     if options.config:
         from decent_jax import tasks
         from decent_jax.train import flags
 
-        config = flags.load(options.config)
+        options.base = config = flags.load(options.config)
         count = getattr(tasks.find(config.task), "count_parameters", None)
         if count is None:
             why = "must be one that counts its parameters; give --parameters and --nodes instead"
@@ -178,9 +179,61 @@ def complete(options: argparse.Namespace) -> None:
             options.parameters, options.late_parameters, num_rows = count(config)
             options.row_length = options.parameters / num_rows
         options.num_replicas, options.local_size = config.num_replicas, config.local_size
-        options.algorithm = config.algorithm
     if options.parameters is None:
         raise ConfigError("give the model: --parameters P, or --config FILE", field="--parameters")
+
+
+def choose_method(options: argparse.Namespace) -> None:
+    """Set ``algorithm``, ``combine`` and ``optimizer`` of choices: those of ``--config``, if any.
+
+    For a config of all_reduce the method that gossips with the same optimizer.
+    """
+    options.algorithm, options.combine, options.optimizer = "accum_adam", "with", ""
+    if options.base is None:
+        return
+    from decent_jax.optim import METHODS
+    from decent_jax.train import algorithm, config
+
+    name = options.base.algorithm
+    if config.trainer_of(options.base).__name__ != config.SYNCHRONOUS:
+        why = "must be of replicas in one program; peers and pipelines follow no recommendation"
+        raise ConfigError.about("--config", options.config, why)
+    if name not in METHODS:
+        raise ConfigError.about("algorithm", name, f"must be one of {', '.join(METHODS)}")
+    optimizer = options.optimizer = algorithm.optimizer_name(options.base)
+    if name == "all_reduce":
+        gossips = {"adam": "decentralized_adam", "accum_adam": "accum_adam"}
+        name = gossips.get(optimizer, "decentralized_sgd")
+    options.algorithm = name
+    options.combine = "with" if "with" in METHODS[name].orders else "then"
+
+
+def fields_of(options: argparse.Namespace, choice: Choice) -> dict[str, Any]:
+    """The fields that make ``train.py`` do this; of ``--config`` those that it has otherwise."""
+    fields = config_fields(choice, options.algorithm, options.optimizer)
+    has = {} if options.base is None else flat(options.base)
+    return {name: value for name, value in fields.items() if value != has.get(name)}
+
+
+def accepted(options: argparse.Namespace, choice: Choice) -> bool:
+    """Whether ``train.py`` takes ``--config`` with the fields of this choice, whatever its data.
+
+    Raises:
+      ConfigError: it takes none, since it refuses all_reduce, which any config can be turned into.
+    """
+    from decent_jax.train import config as config_lib
+
+    config = type(options.base)(options.base.to_dict())
+    config.update_from_flattened_dict(fields_of(options, choice))
+    try:
+        config_lib.validate(config)
+    except ConfigError as error:
+        if error.field.startswith("data."):  # which need not be there yet
+            return True
+        if isinstance(choice.algorithm, AllReduce):
+            raise ConfigError(f"--config {options.config}: {error}", field=error.field) from None
+        return False
+    return True
 
 
 def workload_of(options: argparse.Namespace) -> Workload:

@@ -137,22 +137,23 @@ def compare(
     """
     return [
         predict(network, workload, algorithm_of(name, network, workload, **options), name)
-        for name in names or available(network)
+        for name in names or available(network, options.get("wire", "float32"))
     ]
 
 
-def available(network: Network) -> list[str]:
-    """The algorithms that exist for this network."""
+def available(network: Network, wire: str = "float32") -> list[str]:
+    """The algorithms that exist for this network, with messages in one of `runtime.WIRES`."""
     n, size = network.num_devices, local_size(network)
     names = ["all_reduce"]
     if size > 1 and network.num_nodes > 1:
         names.append("all_reduce_hierarchical")
     for name in topology.NAMES:
         try:
-            topology.make(name, n, local_size=size)
+            schedule = topology.make(name, n, local_size=size)
         except ValueError:
             continue
-        names.append(name)
+        if runtime.codes(schedule, wire):
+            names.append(name)
     return names
 
 

@@ -40,6 +40,7 @@ training on parameters quantised as they are would stall. Encoding takes no time
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from decent_jax import topology
 from decent_jax.ground.format import table
 from decent_jax.planner import predict
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
+from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload, codes
 from decent_jax.topology import Schedule
 
 TOKENS_PER_PARAMETER = 20.0  # of the run that makes the best use of its compute (Chinchilla)
@@ -113,6 +114,7 @@ def choices(
     schedules: Sequence[str] | None = None,
     mix_every: Iterable[int] = (1, 2, 4, 8),
     wires: Sequence[str] = ("float32",),
+    combine: Literal["with", "then"] = "with",
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
     largest_slow_down: float = 1.5,
 ) -> list[Choice]:
@@ -120,6 +122,7 @@ def choices(
 
     Args:
       schedules: names for `topology.make`; left out, all that exist for this network.
+      mix_every, wires, combine: of `Gossip`; a wire that a schedule cannot have is left out.
       largest_slow_down: leave out combinations that need more steps than this times all-reduce's.
     """
     n = network.num_devices
@@ -136,8 +139,8 @@ def choices(
             slower = slow_down(n, every * once, tokens_per_parameter)
             if slower > largest_slow_down:
                 continue
-            for wire in wires if any(rnd.sends for rnd in schedule.rounds) else ("float32",):
-                algorithm = Gossip(schedule, every, wire=wire)
+            for wire in (wire for wire in wires if codes(schedule, wire)):
+                algorithm = Gossip(schedule, every, combine, wire)
                 prediction = predict.predict(network, workload, algorithm, _label(algorithm))
                 found.append(Choice(algorithm, prediction, slower, local_size))
     return sorted(found, key=_order)
@@ -222,27 +225,26 @@ def format_table(found: Sequence[Choice], most: int = 12) -> str:
     return table(headings, rows)
 
 
-def config_lines(choice: Choice, algorithm: str = "accum_adam") -> list[str]:
-    """The lines of a config file that make ``train.py`` do this.
+def config_fields(
+    choice: Choice, algorithm: str = "accum_adam", optimizer: str = ""
+) -> dict[str, Any]:
+    """The fields of a config, by their dotted names, that make ``train.py`` do this.
 
     Args:
-      algorithm: of `decent_jax.optim.METHODS`, kept unless it is all_reduce and gossip
-          is better.
+      algorithm: of `decent_jax.optim.METHODS`, for choices other than all_reduce.
+      optimizer: the local one of that algorithm, for all_reduce; "": the config's own.
     """
-    n, gossip = choice.prediction.num_replicas, choice.algorithm
+    gossip = choice.algorithm
+    fields: dict[str, Any] = {"num_replicas": choice.prediction.num_replicas}
     if isinstance(gossip, AllReduce):
-        return [f"config.num_replicas = {n}", 'config.algorithm = "all_reduce"']
-    if algorithm == "all_reduce":
-        algorithm = "accum_adam"
-    lines = [
-        f"config.num_replicas = {n}",
-        f'config.algorithm = "{algorithm}"',
-        f'config.schedule = "{gossip.name}"',
-        f'config.combine = "{gossip.combine}"',
-        f"config.mix_every = {gossip.mix_every}",
-    ]
-    if gossip.name.partition("(")[0] in ("alternating_exp_ring", "hierarchical"):
-        lines.append(f"config.local_size = {choice.local_size}")
-    if gossip.wire != "float32":
-        lines.append(f'config.comm_dtype = "{gossip.wire}"')
-    return lines
+        fields |= {"algorithm": "all_reduce", "combine": "", "mix_every": 1}
+        fields |= {"comm_dtype": "float32", "gamma": 1.0, "gamma_power": 0.0}
+        return fields | ({"optimizer.name": optimizer} if optimizer else {})
+    return fields | {
+        "algorithm": algorithm,
+        "schedule": gossip.name,
+        "combine": gossip.combine,
+        "mix_every": gossip.mix_every,
+        "local_size": choice.local_size,
+        "comm_dtype": gossip.wire,
+    }

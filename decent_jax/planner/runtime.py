@@ -178,13 +178,18 @@ class AllReduce:
         return "all_reduce"
 
 
+def codes(schedule: Schedule, wire: str) -> bool:
+    """Whether replicas can send the messages of a schedule in one of `WIRES`."""
+    return wire == "float32" or not schedule.sends_sums
+
+
 @dataclasses.dataclass(frozen=True)
 class Gossip:
     """Parameters mixed by a schedule.
 
     mix_every: H; every H-th step has a round.
     combine: "with" hides it behind the step, "then" exposes it.
-    wire: one of `WIRES`, of permuted messages; means of groups are taken for float32.
+    wire: one of `WIRES`, of all messages; float32 alone where the schedule sends sums.
     execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
         Decent-DP, which sends bucket b after its update and needs it at its own next update.
@@ -196,6 +201,13 @@ class Gossip:
     wire: str = "float32"
     execution: costs.Execution = "hierarchical"
     bucket_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not codes(self.schedule, self.wire):
+            raise ValueError(
+                f"{self.schedule.name} sends sums of groups, which travel in float32 only, got "
+                f"wire {self.wire}; use a schedule such as one_peer_exp or complete"
+            )
 
     @property
     def name(self) -> str:

@@ -37,6 +37,14 @@ class Schedule:
         """The (n, n) float64 mixing matrix of round ``r``, ``0 <= r < period``."""
         return self.rounds[r].matrix
 
+    @property
+    def sends_sums(self) -> bool:
+        """Whether some round averages in groups and then sends: sums, which no codec can code.
+
+        `decent_jax.gossip` refuses a codec there, and the planner leaves it out.
+        """
+        return any(rnd.group_size > 1 and rnd.sends for rnd in self.rounds)
+
     def degree(self, r: int) -> int:
         """The largest number of senders to one replica in round ``r``."""
         return self.rounds[r].degree

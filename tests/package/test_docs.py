@@ -13,7 +13,11 @@ import pytest
 from flax import nnx
 
 from decent_jax import replicas, topology
+from decent_jax.ground.command_line import CONFIGS
+from decent_jax.ground.errors import ConfigError
 from decent_jax.optim import METHODS
+from decent_jax.train import config as config_lib
+from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
@@ -85,6 +89,58 @@ def test_the_checks_of_this_file_find_something():
     assert paths_in(text) == ["c/d.png", "docs/a.md"]
     assert modules_in(text) == ["decent_jax.plots.runs"]
     assert list(python_blocks("a\n```python\nb\n```\n```\nc\n```\n")) == ["\n\nb\n"]
+
+
+# --- Commands -------------------------------------------------------------------------------------
+
+PLACES = [
+    "*.md",
+    "docs/*.md",
+    "launch/*",
+    "configs/*.py",
+    "decent_jax/**/*.py",
+    "notebooks/*.ipynb",
+]
+
+
+def configs_in(path):
+    """Every ``--config NAME --config.FIELD=VALUE ...``: the name, and the list of fields."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        text = "\n".join(cell.source for cell in nbformat.reads(text, as_version=4).cells)
+    for line in re.sub(r"\\+\n\s*", " ", text).splitlines():
+        for name, rest in re.findall(r"--config ([\w/.]+(?::[\w,]+)?)([^`]*)", line):
+            yield name, re.findall(r"--config\.\w\w[\w.]*=[^\s`\"')\\]+", rest)
+
+
+NAMING = {
+    path.relative_to(ROOT): list(configs_in(path))
+    for place in PLACES
+    for path in sorted(ROOT.glob(place))
+    if path.is_file()
+}
+
+
+@pytest.mark.parametrize("path", [path for path, found in NAMING.items() if found], ids=str)
+def test_the_trainer_takes_the_config_of_every_command(path, monkeypatch):
+    """Apart from data and plans, which need not be here."""
+    monkeypatch.chdir(ROOT)
+    for name, fields in NAMING[path]:
+        known = name.partition(":")[0].removeprefix("configs/").removesuffix(".py") in CONFIGS
+        config = flags.load(name if known else "quickstart")
+        if not known:  # it stands for any
+            assert not name.startswith("configs/")
+        try:
+            config_lib.validate(flags.override_all(config, fields))
+        except ConfigError as error:
+            absent = error.field in ("data.path", "cluster.plan") or str(error.value).isupper()
+            assert absent, (name, fields, error)
+
+
+def test_the_commands_of_all_files_are_found():
+    found = {name for pairs in NAMING.values() for name, _ in pairs}
+    assert {"quickstart", "configs/gpt2_openwebtext.py:peers", "gpt3_xl_dtfm", "FILE"} < found
+    assert sum(len(fields) for pairs in NAMING.values() for _, fields in pairs) > 30
 
 
 FIGURES = [*(ROOT / "docs" / "figures").glob("*"), *(ROOT / "docs" / "notebooks").glob("*.png")]

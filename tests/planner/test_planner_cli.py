@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decent_jax import topology
+from decent_jax import topology, train
+from decent_jax.optim import METHODS
 from decent_jax.plan import plan_file
 from decent_jax.plan.orders import ORDERS
 from decent_jax.planner import __main__ as cli
@@ -87,7 +88,7 @@ def test_predict_prints_what_is_predicted(capsys):
 
 
 def test_predict_takes_model_and_replicas_from_a_config_and_draws(capsys, tmp_path):
-    gantt, names = tmp_path / "gantt.png", ["all_reduce", "alternating_exp_ring"]
+    gantt, names = tmp_path / "gantt.png", ["all_reduce", "one_peer_exp"]
     out = works(
         capsys,
         *("predict", "--network", "nvlink_25gbe", "--config", f"{CONFIG}:decentralized"),
@@ -126,6 +127,69 @@ def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
 HURRY = ["--time_limit_s", "0.2"]
 
 
+def printed_fields(out):
+    lines = re.findall(r"^    config\.(\S+) = (.*)$", out, re.M)
+    return {name: json.loads(value) for name, value in lines}
+
+
+CONFIG_OF = """
+from decent_jax import train
+def get_config():
+    config = train.default_config("language_modeling")
+    config.batch_size = config.eval.batch_size = config.num_replicas = {replicas}
+    config.data.path, config.algorithm, config.model.vocab_size = {path!r}, {algorithm!r}, 256
+    return config
+"""
+
+
+@pytest.mark.filterwarnings("ignore:d2 on")
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_train_takes_what_is_recommended_for_a_config_and_its_plan(capsys, tmp_path, algorithm):
+    """Of any method, before its data are there."""
+    name, path = tmp_path / "mine.py", tmp_path / "plan.json"
+    name.write_text(CONFIG_OF.format(replicas=4, path="", algorithm=algorithm))
+    network.preset("nvlink_25gbe", 2, 2).save(tmp_path / "network.json")
+    _, out, _ = run(
+        capsys,
+        *("recommend", "--network", tmp_path / "network.json", "--config", name),
+        *("--compute_s", 1e-9, "--wires", "int8,float32", "--mix_every", "1,2", *HURRY),
+        *("--schedules", "complete,bidirectional_ring,hierarchical,random_matching"),
+        *("--plan", path, "--largest_slow_down", 9),
+    )
+    config = flags.load(str(name))
+    config.data.path = "stdlib"
+    config.update_from_flattened_dict(printed_fields(out))
+    train.validate(config)
+    assert path.exists() == (config.algorithm != "all_reduce")
+    if path.exists():
+        config.cluster.plan = str(path)
+        train.validate(config)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--stages", "2", "--replicas", "2"]], ids=len)
+def test_train_takes_the_plan_of_place_with_the_fields_that_are_printed(
+    capsys, tmp_path, arguments
+):
+    path = tmp_path / "plan.json"
+    command = ["place", *CLUSTER, "--nodes", 1, "--parameters", "1e6", *HURRY, "--plan", path]
+    out = works(capsys, *command, *arguments, *(["--pipeline_bytes", "1e6"] if arguments else []))
+    config = train.default_config("language_modeling")
+    config.data.path, config.model.preset = "stdlib", "small"
+    config.batch_size = config.eval.batch_size = 4
+    flags.override_all(config, re.findall(r"--config\.\S+", out))
+    assert config.cluster.plan == str(path)
+    train.validate(config)
+
+
+def test_recommend_refuses_configs_that_it_cannot_make_trainable(capsys, tmp_path):
+    name = tmp_path / "three.py"
+    name.write_text(CONFIG_OF.format(replicas=3, path="stdlib", algorithm="diloco"))
+    command = ["recommend", *TWO, "--compute_s", 1, "--config"]
+    assert "batch_size" in refused(capsys, *command, name)  # 8 devices
+    for given in ("quickstart_peers", "quickstart_pipelines"):
+        assert given in refused(capsys, *command, given)
+
+
 def two_sites(tmp_path):
     """Four machines each, two by two in turn: two rounds of one_peer_exp must cross."""
     whole = network.preset("dtfm_case3").take([0, 1, 32, 33, 2, 3, 34, 35])
@@ -150,9 +214,9 @@ def test_recommend_prints_and_writes_what_is_recommended(capsys, tmp_path):
     )  # fmt: skip
     best, gossip = found[0], found[0].algorithm
     assert len(found) == 5 and gossip.mix_every == 1  # of nine
-    lines = "".join(f"    {line}\n" for line in recommend.config_lines(best))
-    parts = recommend.explain(found), recommend.format_table(found), f"In the config:\n{lines}"
+    parts = recommend.explain(found), recommend.format_table(found), "In the config:\n"
     assert out.startswith("\n\n".join(parts)) and f"--config.cluster.plan={path}" in out
+    assert printed_fields(out) == recommend.config_fields(best)
     plan = plan_file.load(path)
     assert (plan.schedule.name, plan.mix_every) == (gossip.name, gossip.mix_every)
     listed, placed = (
