@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import importlib
 import itertools
 import os
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,7 +30,7 @@ from decent_jax.train import config as config_lib
 from decent_jax.train import copies, copy_file, loop, saved_model, synchronous
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
-from decent_jax.train.kept_programs import KeptPrograms, kept_programs
+from decent_jax.train.kept_programs import KeptPrograms, kept_programs, version
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
 
@@ -218,6 +220,63 @@ def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(
     monkeypatch.setenv(rendezvous.SECRET, 32 * "t")
     die(config, tmp_path / "run", steps=2)
     assert len(list(memory.glob("*/*/*/*.program"))) == 2
+
+
+class Code:
+    """A model, and a layer that it imports while it is traced, in files."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.write("edited_model", "from importlib import import_module\ndef apply(x):\n"
+                   "    return import_module('edited_layer').apply(1 * x)")  # fmt: skip
+        self.write("edited_layer", "def apply(x):\n    return 10 * x")
+        self.traced = []
+
+    def write(self, name, text):
+        (self.folder / f"{name}.py").write_text(text)
+
+    def edit(self, name, before, after):
+        """As if nothing had been: of the same size and age."""
+        path = self.folder / f"{name}.py"
+        stat, text = path.stat(), path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, after))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def start(self):
+        """A process that has imported the model, and what of it was kept."""
+        version.cache_clear()
+        importlib.invalidate_caches()
+        shutil.rmtree(self.folder / "__pycache__", ignore_errors=True)
+        for name in ("edited_model", "edited_layer"):
+            sys.modules.pop(name, None)
+        model = importlib.import_module("edited_model")
+
+        def compiled():
+            self.traced.append(None)
+            return jax.jit(lambda x: model.apply(x)).lower(1.0).compile()
+
+        kept = KeptPrograms(self.folder, devices=jax.devices()[:1])
+        return lambda: float(kept.get("model", compiled)(1.0))
+
+
+def test_a_program_is_that_of_the_code_which_is_there(tmp_path, monkeypatch, supervised):
+    """Also after an edit of what the model imports, or one that a process lived to see."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code = Code(tmp_path)
+    assert [code.start()(), code.start()(), len(code.traced)] == [10, 10, 1]
+    code.edit("edited_model", "1 *", "2 *")
+    assert [code.start()(), code.start()(), len(code.traced)] == [20, 20, 2]
+    code.edit("edited_layer", "10 *", "30 *")
+    assert [code.start()(), code.start()(), len(code.traced)] == [60, 60, 3]
+    code.edit("edited_model", "2 *", "1 *")
+    older = code.start()
+    older()
+    (program,) = tmp_path.glob("*.program")
+    program.unlink()
+    code.edit("edited_model", "1 *", "3 *")
+    assert older() == 30
+    assert code.start()() == 90
 
 
 @pytest.mark.parametrize("step", [4, None])
