@@ -78,7 +78,6 @@ VARIANTS = (
     Variant("MuLoCo", "diloco", "muon", centre=8e-3),
     Variant("NoLoCo", "noloco", schedule=PAIRS),
     Variant("NoLoCo, Muon", "noloco", "muon", PAIRS, centre=8e-3),
-    Variant("GASLoC", "gasloc", schedule=PAIRS),
     Variant("SparseLoCo", "sparseloco"),
     Variant("SparseLoCo every 2", "sparseloco", every=2),
     Variant("SparseLoCo, Muon", "sparseloco", "muon", centre=8e-3),
@@ -87,15 +86,10 @@ VARIANTS = (
     SPARSE_MUON._replace(
         label="SparseLoCo of 1% every step, Muon", every=1, numbers=(("density", 0.0105),)
     ),
-    Variant("SPARTA", "sparta", every=1),
     Variant("all_reduce, Adam, int8", "all_reduce", every=1, wire="int8"),
     Variant("DiLoCo, int4", "diloco", wire="int4"),
     Variant("MuLoCo, int4", "diloco", "muon", centre=8e-3, wire="int4"),
-    Variant("SPARTA before DiLoCo", "sparta_diloco", every=1),
-    Variant("NoLoCo, delayed Nesterov", "noloco", schedule=PAIRS, numbers=(("buffer", 4),)),
-    Variant("DeMo", "demo", "sgd", every=1, centre=1e-3),
     Variant("DiLoCo, late", "diloco", numbers=(("delay", 5),)),
-    Variant("DiLoCo, late, eager", "diloco", numbers=(("delay", 5), ("eager", True))),
 )
 
 

@@ -55,7 +55,7 @@ class Variant:
 
     @property
     def numbered(self) -> bool:
-        return self.phases > 1 or self.method in ("slowmo", "swarm")
+        return self.phases > 1 or self.method == "swarm"
 
     @property
     def phases(self) -> int:
@@ -114,7 +114,6 @@ VARIANTS = (
     Variant("DmSGD, then", "decentralized_sgd", "momentum", "then", centre=0.1),
     Variant("gossiped momentum", "gossiped_momentum", "momentum", centre=0.1),
     Variant("quasi-global SGD", "quasi_global_sgd", centre=0.3),
-    Variant("DecentLaM", "decentlam", centre=0.1),
     Variant("exact diffusion", "exact_diffusion", centre=0.1),
     Variant("D2", "d2"),
     Variant("gradient tracking", "gradient_tracking", centre=0.1),
@@ -124,8 +123,6 @@ VARIANTS = (
     Variant("Gossip-PGA, momentum", "decentralized_sgd", "momentum", "then", (), AVERAGED, 1, 0.1),
     Variant("local SGD", "decentralized_sgd", combine="then", **WHOLE),
     Variant("local SGD, momentum", "decentralized_sgd", "momentum", "then", centre=0.1, **WHOLE),
-    Variant("SlowMo", "slowmo", centre=0.1, **WHOLE),
-    Variant("SlowMo, momentum", "slowmo", "momentum", centre=0.01, **WHOLE),
     Variant("DiLoCo", "diloco", centre=0.3, **WHOLE),
     Variant("CHOCO, top 10%", "choco", numbers=TOP),
     Variant("CHOCO, int8", "choco", numbers=INT8),
@@ -137,9 +134,7 @@ VARIANTS = (
     Variant("decentralized Adam", "decentralized_adam", "adam", "with", centre=0.03),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "with", centre=0.03),
     Variant("NoLoCo", "noloco", **OUTER),
-    Variant("GASLoC", "gasloc", **OUTER),
     Variant("SparseLoCo", "sparseloco", **WHOLE),
-    Variant("SPARTA, Adam", "sparta", "adam", "with", own=("complete",), centre=0.03),
     Variant("all_reduce, Muon", "all_reduce", "muon", own=("complete",), centre=0.03),
     Variant("Muon, with", "decentralized_sgd", "muon", "with", centre=0.03),
     Variant("MuLoCo", "diloco", "muon", centre=0.03, **WHOLE),

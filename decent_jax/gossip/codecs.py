@@ -10,7 +10,6 @@ decoded arrays, so that the mean stays whatever a format loses.
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
 | `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
 | `Int4` | N / 2 bytes + 4 per row | unbiased, below 1/6.9 of the row's largest |
-| `Float8` | N bytes + 4 per row | unbiased, 1/8 of the number or 2^-17 of the row's largest |
 | `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far off |
 
 `decent_jax.gossip.sparse` has those that send some of the numbers only.
@@ -40,11 +39,11 @@ class Codec:
     """A format of messages. Noise is passed in, so that both kinds of arrays may share one code."""
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
-        """What `encode` and `decode` of an array of this shape draw; None: nothing.
+        """What `encode` of an array of this shape draws; None: nothing.
 
         Args:
           key: a different one for every step, array and sender, as replicas have to round
-            independently; for `decent_jax.gossip.sparse.RandomK` the same on all replicas.
+            independently.
           shape: of the array.
         """
         return None
@@ -53,7 +52,7 @@ class Codec:
         """The arrays that are sent for ``x``."""
         raise NotImplementedError
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         """The array that a receiver makes of them, in the shape and dtype of ``like``, its own."""
         raise NotImplementedError
 
@@ -78,7 +77,7 @@ class BFloat16(Codec):
     def encode(self, x: Array, noise: Any = None) -> Parts:
         return (x.astype(jnp.bfloat16).view(np.uint16),)
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         return parts[0].view(jnp.bfloat16).astype(like.dtype)
 
 
@@ -103,7 +102,7 @@ class Int8(Codec):
         codes = _rounded(scaled, noise)
         return codes.clip(-self.largest, self.largest).astype(np.int8), scale
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         codes, scale = parts
         return codes.astype(like.dtype) * scale.astype(like.dtype)
 
@@ -120,35 +119,12 @@ class Int4(Int8):
         codes = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
         return (codes[..., ::2] & 15 | codes[..., 1::2] << 4).view(np.uint8), scale
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         packed, scale = parts
         pairs = _namespace(like).stack([packed & 15, packed >> 4], axis=-1).astype(np.int8)
         codes = ((pairs ^ 8) - 8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
         codes = codes[..., : math.prod(like.shape[-1:])]
         return super().decode((codes.reshape(like.shape), scale), like)
-
-
-@dataclasses.dataclass(frozen=True)
-class Float8(Int8):
-    """float8_e4m3fn as its bits, with a scale per row that takes the largest to 448.
-
-    It is rounded stochastically as `Int8` is, to the next of the numbers with 3 bits after the
-    leading one: small numbers of a row keep their relative precision, where integers lose it.
-    """
-
-    largest: ClassVar[int] = 448
-
-    def encode(self, x: Array, noise: Any = None) -> Parts:
-        scaled, scale = _by_rows(x, self.largest)
-        xp = _namespace(x)
-        _, exponent = xp.frexp(scaled)  # |scaled| < 2^exponent
-        unit = xp.ldexp(xp.ones_like(scaled), xp.maximum(exponent, -5) - 4)
-        numbers = (_rounded(scaled / unit, noise) * unit).clip(-self.largest, self.largest)
-        return numbers.astype(jnp.float8_e4m3fn).view(np.uint8), scale
-
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
-        bits, scale = parts
-        return super().decode((bits.view(jnp.float8_e4m3fn), scale), like)
 
 
 # How the distance y that a lattice reaches follows what is met: y becomes the larger of 0.97 y and
@@ -211,7 +187,7 @@ class Lattice(Codec):
         sent = colours.astype(np.uint8 if self.bits <= 8 else np.uint16)
         return sent, _checksum(points >> self.bits), side
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         _, checksum, side = parts
         quotients, points = self.nearest(parts, like)
         understood = _checksum(quotients) == checksum
@@ -231,7 +207,6 @@ class Lattice(Codec):
 NAMED: Mapping[str, Codec | None] = {
     "float32": None,
     "bfloat16": BFloat16(),
-    "float8": Float8(),
     "int8": Int8(),
     "int4": Int4(),
 }

@@ -29,7 +29,7 @@ from decent_jax import cpu
 from decent_jax.gossip import groups, permute
 from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.permute import AxisName, ReplicaAxis
-from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
+from decent_jax.gossip.sparse import ChunkedTopK, TopK
 from decent_jax.topology import Round, Schedule, Send
 
 
@@ -96,8 +96,7 @@ def mix(
         format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays what it
         was, whatever Q loses, up to the rounding of these sums. A group mean becomes that of
         `decent_jax.gossip.groups.coded_means`. Not for rounds that average in groups and then send,
-        nor for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
-        others.
+        nor for top-k.
       key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
         each other, the last phase (inside the groups) waits for them, so that the messages may
@@ -113,24 +112,17 @@ def mix(
     Raises:
       ValueError: axes that do not hold ``schedule.num_replicas`` replicas; a round out of range; a
         schedule with grouped means, or a vmapped block, inside ``shard_map(check_vma=True)``;
-        a ``codec`` where groups average and then send; top-k; random-k without a key.
+        a ``codec`` where groups average and then send; top-k.
       TypeError: a traced round, or an array that is not floating-point.
     """
     if round is None:
         return tree
     leaves, put_back = mixable(tree)
-    if isinstance(codec, RandomK):
-        if key is None:
-            raise ValueError("RandomK draws its places: give mix a key, the same on all replicas")
-        places = _noise(leaves, ReplicaAxis.of(schedule, axis_name), codec, key)
-        parts = [codec.encode(x, at)[0] for x, at in zip(leaves, places, strict=True)]
-        parts = mix(parts, schedule, round, axis_name, finite=finite, after=after, between=between)
-        return put_back(map(codec.replaced, leaves, parts, places))
     if isinstance(codec, TopK | ChunkedTopK):
         raise ValueError(
             f"{type(codec).__name__} of parameters never sends the small ones, so replicas would "
-            "not agree; use choco or sparseloco of optim.contrib, which send differences and keep "
-            "the rest"
+            "not agree; use decent_jax.optim.sparseloco, or choco of optim.contrib, which send "
+            "differences and keep the rest"
         )
     axis = ReplicaAxis.of(schedule, axis_name)
     flag = None if finite is None else axis.lift(finite)
@@ -284,7 +276,7 @@ def mix_coded(
     """
     axis = ReplicaAxis.of(schedule, axis_name)
     leaves, put_back = mixable(tree)
-    noise, sent, own = _coded(leaves, axis, codec, key)
+    sent, own = _coded(leaves, axis, codec, key)
     if isinstance(round, Simulated):
         mixed = mix(own, schedule, round, axis_name, finite=finite)
         return put_back(mixed), put_back(own)
@@ -294,8 +286,8 @@ def mix_coded(
     weights = permute.coefficients(rnd, axis, flag)
     received = [_received(sent, send, axis) for send in rnd.sends]
     mixed = []
-    for x, like, u, *arrived in zip(own, leaves, noise, *received, strict=True):
-        blocks = [axis.lift(part) for part in (x, *(codec.decode(p, like, u) for p in arrived))]
+    for x, like, *arrived in zip(own, leaves, *received, strict=True):
+        blocks = [axis.lift(part) for part in (x, *(codec.decode(p, like) for p in arrived))]
         mixed.append(axis.drop(permute.weighted_sum(blocks, weights, flag is not None)))
     return put_back(mixed), put_back(own)
 
@@ -347,67 +339,57 @@ def mean_coded(
     key: jax.Array | None = None,
     between: Any = None,
     clipped: bool = False,
-    among_senders: bool = False,
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
     adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
     ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms.
-    With ``among_senders`` the mean of a number is that of the replicas which sent it.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
-    if not isinstance(codec, RandomK | TopK | ChunkedTopK):
+    if not isinstance(codec, TopK | ChunkedTopK):
         mean, own = groups.coded_means(leaves, replicas, axis, codec, key, between=between)
         return put_back(mean), put_back(own)
-    noise, sent, own = _coded(leaves, axis, codec, key)
+    sent, own = _coded(leaves, axis, codec, key)
 
-    def mean_leaf(x, u, parts):
+    def mean_leaf(x, parts):
         rows = jax.tree.map(axis.gathered, parts)
 
         def norm(_, part):
-            return None, jnp.linalg.norm(codec.decode(part, x, u))
+            return None, jnp.linalg.norm(codec.decode(part, x))
 
-        def add(carry, given):
-            (total, senders), (part, factor) = carry, given
-            theirs = codec.decode(part, x, u)
-            return (total + factor * theirs, senders + (theirs != 0)), None
+        def add(total, given):
+            part, factor = given
+            return total + factor * codec.decode(part, x), None
 
         factors = jnp.ones(replicas, x.dtype)
         if clipped:
             _, norms = jax.lax.scan(norm, None, rows)
             factors = jnp.minimum(1, jnp.median(norms) / (norms + 1e-8))
-        (total, senders), _ = jax.lax.scan(add, (0 * x, 0 * x), (rows, factors))
-        return total / (jnp.maximum(senders, 1) if among_senders else replicas)
+        total, _ = jax.lax.scan(add, 0 * x, (rows, factors))
+        return total / replicas
 
-    return put_back(map(mean_leaf, leaves, noise, sent)), put_back(own)
+    return put_back(map(mean_leaf, leaves, sent)), put_back(own)
 
 
 def _coded(
     leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None
-) -> tuple[list, list, list]:
-    """For each array its noise, the parts that are sent, and the own copy, decoded from these."""
-    noise = _noise(leaves, axis, codec, key)
+) -> tuple[list, list]:
+    """For each array the parts that are sent, and the own copy, decoded from these."""
+    noise = [None] * len(leaves)
+    if key is not None:
+        keys = jax.random.split(jax.random.fold_in(key, axis.replica()), len(leaves))
+        noise = [codec.noise(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
     sent = jax.lax.optimization_barrier(list(map(codec.encode, leaves, noise)))
-    return noise, sent, list(map(codec.decode, sent, leaves, noise))
+    return sent, list(map(codec.decode, sent, leaves))
 
 
-def _noise(leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None) -> list:
-    """What the codec draws for each array; None without a key."""
-    if key is None:
-        return [None] * len(leaves)
-    if not isinstance(codec, RandomK):  # of which receivers draw the same places
-        key = jax.random.fold_in(key, axis.replica())
-    keys = jax.random.split(key, len(leaves))
-    return [codec.noise(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-
-
-def check_coded(schedule: Schedule, codec: Codec | None = None) -> None:
+def check_coded(schedule: Schedule) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
-    if schedule.sends_sums and not isinstance(codec, RandomK):
+    if schedule.sends_sums:
         raise ValueError(
             f"{schedule.name} sends sums of groups from group to group, which travel as they are; "
             "use comm_dtype='float32', or a schedule such as one_peer_exp or complete"

@@ -4,16 +4,13 @@
 |---|---|---|
 | `TopK(f)` | 8 f N bytes: values and places | all but the largest f N dropped |
 | `ChunkedTopK(f, c)` | (2 + log2 c) f N / 8 + 4 N / c bytes | the same in chunks of c, in 2 bits |
-| `RandomK(f)` | 4 f N bytes: the places are the same everywhere | all but f N at random dropped |
 
 Top-k is for differences whose rest is kept and sent later (`decent_jax.optim.sparseloco`,
 `decent_jax.optim.contrib.choco`); `decent_jax.gossip.mix` refuses it for parameters, of which it
-would never send the small ones. Of parameters `RandomK` mixes those at its places only, exactly;
-every place has its turn (`decent_jax.optim.contrib.sparta`).
+would never send the small ones.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -33,7 +30,7 @@ class TopK(Codec):
         _, places = jax.lax.top_k(jnp.abs(flat), _kept(self.fraction, flat.size))
         return flat[places], places.astype(jnp.int32)
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         values, places = parts
         return jnp.zeros_like(like).reshape(-1).at[places].set(values).reshape(like.shape)
 
@@ -77,7 +74,7 @@ class ChunkedTopK(Codec):
         codes = 2 * (values < 0).astype(jnp.int32) + large
         return _pack(codes, 2), packed, jax.lax.bitcast_convert_type(scales, jnp.uint16)
 
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array) -> Array:
         count, width, kept = self._sizes(like.size)
         places = _unpack(parts[1], _bits_for(width), kept)
         values = parts[0]
@@ -94,42 +91,6 @@ class ChunkedTopK(Codec):
         """(chunks, numbers per chunk, of them sent)."""
         width = min(self.chunk, size)
         return -(-size // width), width, _kept(self.density, width)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomK(Codec):
-    """A random ``fraction``, at least one number; receivers draw the same places.
-
-    An array is cut into as many ranges as numbers are sent, and one is drawn from each: that needs
-    no sorting of the whole array, as a random permutation does. The array is turned by a random
-    offset first, so that every number is sent equally often though the ranges differ by one.
-    """
-
-    fraction: float
-
-    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
-        """(f N,) int32: the places; all replicas draw with the same key."""
-        size = math.prod(shape)
-        sent = min(_kept(self.fraction, size), size)
-        if sent == 0:
-            return jnp.zeros(0, jnp.int32)
-        j, (width, longer) = jnp.arange(sent), divmod(size, sent)
-        begin, widths = j * width + jnp.minimum(j, longer), width + (j < longer)
-        turn, within = jax.random.split(key)
-        places = begin + jax.random.randint(within, (sent,), 0, widths)
-        offset = jax.random.randint(turn, (), 0, size)
-        rest = size - offset  # the sum of place and offset may be more than 32 bits hold
-        return jnp.where(places < rest, places + offset, places - rest)
-
-    def encode(self, x: Array, noise: Any = None) -> Parts:
-        return (x.reshape(-1)[noise],)
-
-    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
-        return self.replaced(jnp.zeros_like(like), parts[0], noise)
-
-    def replaced(self, x: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
-        """``x`` with these values at these places."""
-        return x.reshape(-1).at[places].set(values).reshape(x.shape)
 
 
 def _kept(fraction: float, size: int) -> int:

@@ -11,8 +11,8 @@ A factory's signature says the rest. Its positional parameters come from the run
 >>> tx = METHODS["gradient_tracking"].build(parts)
 >>> METHODS["gradient_tracking"].messages, METHODS["gradient_tracking"].copies
 (2, 2)
->>> METHODS["slowmo"].numbers
-{'alpha': 1.0, 'beta': 0.7}
+>>> METHODS["quasi_global_sgd"].numbers
+{'mu': 0.9}
 """
 
 import dataclasses

@@ -206,7 +206,7 @@ class Mixing:
         if self.rows:
             require.row_stochastic(self.method, self.schedule)
         if self.codec is not None:
-            gossip.check_coded(self.schedule, self.codec)
+            gossip.check_coded(self.schedule)
 
     def __call__(
         self,
@@ -281,9 +281,3 @@ def filled(state: Any, fill: Callable[[Any], Any] = optax.tree.zeros_like) -> Ca
 def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     """The learning rate of the 0-based update ``count``."""
     return learning_rate(count) if callable(learning_rate) else learning_rate
-
-
-def divisor(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(whether the rate is 0, the rate or then 1): for updates that are divided by the rate."""
-    is_zero = rate == 0
-    return is_zero, jnp.where(is_zero, jnp.ones_like(rate), rate)

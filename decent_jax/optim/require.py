@@ -114,15 +114,14 @@ def eigenvalues_above_minus_a_third(method: str, schedule: Schedule) -> None:
         )
 
 
-def averages(method: str, schedule: Schedule, *, always: bool) -> None:
-    """Some rounds (or all) average over all replicas at once, as ``complete`` does."""
+def averages(method: str, schedule: Schedule) -> None:
+    """All rounds average over all replicas at once, as ``complete`` does."""
     is_schedule(method, schedule)
-    whole = [rnd.group_size == schedule.num_replicas for rnd in schedule.rounds]
-    if schedule.num_replicas > 1 and not (all(whole) if always else any(whole)):
-        wanted = "complete" if always else "complete, or periodic_average(one_peer_exp, every=8)"
+    n = schedule.num_replicas
+    if n > 1 and any(rnd.group_size != n for rnd in schedule.rounds):
         raise ValueError(
             f"{method} moves its outer parameters where all replicas are averaged, which "
-            f"{schedule.name} does not do; use schedule={wanted}"
+            f"{schedule.name} does not do; use schedule=complete"
         )
 
 

@@ -10,7 +10,7 @@ from decent_jax.gossip.sparse import ChunkedTopK
 from decent_jax.optim import frame, require
 from decent_jax.optim.declaration import ADAM_FIRST, Method, Parts, coded_bytes, register
 from decent_jax.optim.outer import along_coded_movements
-from decent_jax.optim.outer_steps import Streaming, outer_steps
+from decent_jax.optim.outer_steps import outer_steps
 from decent_jax.topology import Schedule
 
 
@@ -74,7 +74,7 @@ def sparseloco(
       transcription. The 2-bit code is ours: signs and two magnitudes per chunk. `Covenant-72B
       <https://arxiv.org/abs/2603.08163>`_, 2026, for the clipping.
     """
-    require.averages("sparseloco", schedule, always=True)
+    require.averages("sparseloco", schedule)
     if not identical_start:
         raise ValueError(
             "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
@@ -84,7 +84,7 @@ def sparseloco(
     outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)
     rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco", clipped)
     mixing = frame.Mixing(schedule, axis_name, method="sparseloco")
-    return outer_steps(inner, mixing, rule, Streaming(mix_every, delay=delay, carry=carry))
+    return outer_steps(inner, mixing, rule, mix_every, delay=delay, carry=carry)
 
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:

@@ -66,8 +66,6 @@ def check(config: ConfigDict) -> None:
         "swarm.bits": [32],
         "noloco.fragments": [1],
         "noloco.delay": [0],
-        "noloco.alpha": [0],
-        "noloco.weighted": [False],
         "data.partition": ["iid"],
         "cluster.coordinator": [""],
         "cluster.plan": [""],

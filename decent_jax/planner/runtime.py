@@ -37,7 +37,7 @@ from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-WIRES = ("float32", "bfloat16", "float8", "int8", "int4")  # formats of a message
+WIRES = ("float32", "bfloat16", "int8", "int4")  # formats of a message
 QUANTILES = 20_000
 
 # --- compute times that vary --------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Workload:
 
     def share(self, wire: str) -> float:
         """The bytes of a message in one of `WIRES`, as a part of those in float32."""
-        bits = {"float32": 32, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}[wire]
+        bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[wire]
         return bits / 32 + (1 / self.row_length if bits <= 8 else 0)
 
     def factors(self, n: int) -> np.ndarray:

@@ -33,17 +33,12 @@ CASES = {
     "swarm, lattice": Case("swarm", "hypercube", "with", {"bits": 8}),
     "swarm, blocking, lattice": Case("swarm", "hypercube", "then", {"bits": 8}, returns=False),
     "quasi_global_sgd": Case("quasi_global_sgd"),
-    "decentlam": Case("decentlam"),
     "exact_diffusion": Case("exact_diffusion"),
     "d2": Case("d2", "star"),
     "choco": Case("choco"),
     "diloco": Case("diloco", "complete"),
     "noloco": Case("noloco"),
-    "gasloc": Case("gasloc"),
     "sparseloco": Case("sparseloco", "complete", numbers={"density": 1.0}),
-    "diloco, alpha": Case("diloco", "complete", numbers={"alpha": 0.5}),
-    "diloco, eager": Case("diloco", "complete", numbers={"eager": True, "delay": 1}),
-    "noloco, alpha": Case("noloco", numbers={"alpha": 0.5}),
     "noloco, carry": Case("noloco", numbers={"carry": True, "delay": 1}),
 }
 

@@ -90,18 +90,12 @@ CASES = {
     "gossiped_momentum": Case("gossiped_momentum", "gossiped_momentum", SGDM),
     "gossiped_momentum-with": Case("gossiped_momentum", "gossiped_momentum", SGDM, "with"),
     "quasi_global_sgd": Case("quasi_global_sgd", "quasi_global_sgd", numbers={"mu": 0.8}),
-    "decentlam": Case("decentlam", "decentlam"),
     "exact_diffusion": Case("exact_diffusion", "exact_diffusion"),
     "d2": Case("d2", "d2"),
     "gradient_tracking": Case("gradient_tracking", "gradient_tracking"),
     "gradient_tracking-then": Case("gradient_tracking", "gradient_tracking", combine="then"),
     "push_sum": Case("push_sum", "push_sum"),
     "noloco": Case("noloco", oracles_seldom.noloco),
-    "noloco-delayed": Case("noloco", oracles_seldom.noloco, numbers={"buffer": 3}),
-    "gasloc": Case(
-        "gasloc", oracles_seldom.gasloc, numbers={"alpha": 0.6, "eta": 0.8, "gamma": 0.4}
-    ),
-    "slowmo": Case("slowmo", "slowmo", numbers={"alpha": 0.9, "beta": 0.6}),
     "choco": Case(
         "choco",
         "choco",
@@ -128,12 +122,9 @@ STATIC_ONLY = NOT_PUSH | {
     "average": "diverges with mix_every=2",
     "periodic": "diverges with periodic_average",
 }
-NO_AVERAGE = dict.fromkeys(("static", "directed", "varying", "pairs", "seldom"), "does not do")
 REFUSED = dict.fromkeys(CASES, NOT_PUSH) | {
     "push_sum": {},
-    "decentlam": STATIC_ONLY,
     "d2": STATIC_ONLY,
-    "slowmo": NOT_PUSH | NO_AVERAGE,
     "choco": NOT_PUSH
     | dict.fromkeys(("varying", "pairs", "periodic"), "changes them")
     | {"average": "averages in groups"},
@@ -146,7 +137,7 @@ def schedule_of(name, n=N):
 
 
 def build(case, name, mix_every=1, n=N, **changes):
-    equal = case.method in ("sparseloco", "demo")
+    equal = case.method == "sparseloco"
     given = {"combine": case.combine, "numbers": case.numbers, "identical_start": equal} | changes
     schedule = schedule_of(name, n)
     with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_d2_at_its_bound
@@ -203,7 +194,7 @@ def data_of(given):
 def test_every_method_has_a_case():
     """DiLoCo and SwarmSGD have files of their own, those that read rounds are in test_outer."""
     tested = {case.method for case in CASES.values()}
-    elsewhere = {"all_reduce", "diloco", "swarm", "sparseloco", "sparta", "sparta_diloco", "demo"}
+    elsewhere = {"all_reduce", "diloco", "swarm", "sparseloco"}
     assert tested | elsewhere == set(harness.NAMES)
 
 
@@ -211,8 +202,8 @@ def test_every_method_has_a_case():
 SCHEDULES = [(name, every) for name in (*topology.NAMES, "random_out") for every in (1, 2)]
 # What a method runs on; methods with conditions run on fewer.
 ENOUGH = dict.fromkeys(CASES, 33) | {"push_sum": 35, "exact_diffusion": 17}
-ENOUGH |= {"d2": 3, "decentlam": 4, "choco": 4, "noloco": 17, "noloco-delayed": 17, "gasloc": 17}
-KEEPS = ("choco", "noloco", "noloco-delayed", "gasloc")  # act in rounds only, which no matrix says
+ENOUGH |= {"d2": 3, "choco": 4, "noloco": 17}
+KEEPS = ("choco", "noloco")  # act in rounds only, which no matrix says
 
 
 def accepted(case):
@@ -226,12 +217,12 @@ def accepted(case):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "slowmo"])
+@pytest.mark.parametrize("name", CASES)
 def test_it_is_the_recursion(name):
     """On all schedules in one program, whose data are the matrices.
 
-    SlowMo reads the number of a round, so it runs on devices below. CHOCO in a step that does not
-    mix keeps what it has sent, which no matrix says; it runs there too, and so do outer steps.
+    CHOCO in a step that does not mix keeps what it has sent, which no matrix says; it runs on
+    devices below, and so do outer steps.
     """
     case, given = CASES[name], problem()
     runs = [run for run in accepted(case) if name not in KEEPS or run[1] == 1]
@@ -255,12 +246,12 @@ LAYOUTS = {
     ("devices", 4, 4, "bidirectional_ring", 2): [
         *("gamma", "dmsgd-then", "accum_adam-with", "adam-then", "gossiped_momentum"),
         "gossiped_momentum-with",
-        *("quasi_global_sgd", "gradient_tracking", "choco", "noloco", "gasloc"),
+        *("quasi_global_sgd", "gradient_tracking", "choco", "noloco"),
     ],
-    ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "decentlam", "exact_diffusion"],
-    ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["slowmo"],
+    ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "exact_diffusion"],
     ("devices", 4, 4, "random_out", 2): ["push_sum"],
-    ("vmap", 4, 1, "complete", 2): ["slowmo"],
+    ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["dmsgd-with"],
+    ("vmap", 4, 1, "complete", 2): ["dmsgd-then"],
     ("block", 8, 4, "hierarchical", 1): ["dmsgd-then"],
     ("block", 8, 4, "bidirectional_ring", 1): [
         *("accum_adamw-with", "gradient_tracking", "quasi_global_sgd"),
@@ -349,31 +340,17 @@ def test_d2_at_its_bound():
     [
         ("d2", {"combine": "with"}, "d2 'then' 'with'"),
         ("noloco", {"combine": "with"}, "noloco 'then' 'with'"),
-        ("gasloc", {"numbers": {"alpha": 0}}, "gasloc.alpha 0"),
-        ("gasloc", {"numbers": {"gamma": 1}}, "gasloc.gamma 1"),
         ("sparseloco", {}, "sparseloco bidirectional_ring complete"),
         ("sparseloco", {"numbers": {"decay": 2}}, "sparseloco.decay 2"),
         ("sparseloco", {"numbers": {"bits": 8}}, "bits 8"),
         ("sparseloco", {"numbers": {"density": 0}}, "density 0"),
-        ("sparta", {"numbers": {"fraction": 2}}, "sparta.fraction 2"),
-        ("sparta_diloco", {}, "sparta_diloco bidirectional_ring complete"),
-        ("sparta_diloco", {"numbers": {"fraction": 0}}, "sparta_diloco.fraction 0"),
-        ("sparta_diloco", {"numbers": {"outer_every": 0}}, "sparta_diloco.outer_every 0"),
-        ("demo", {}, "demo bidirectional_ring complete"),
-        ("demo", {"numbers": {"decay": 1}}, "demo.decay 1"),
-        ("demo", {"numbers": {"kept": 0}}, "demo.kept 0"),
-        ("demo", {"numbers": {"chunk": 0}}, "demo.chunk 0"),
-        ("demo", {"numbers": {"weight_decay": -1}}, "demo.weight_decay -1"),
-        ("noloco", {"numbers": {"buffer": -1}}, "noloco.buffer -1"),
         ("push_sum", {"codec": codecs.BFloat16()}, "push_sum comm_dtype"),
         ("choco", {"numbers": {"compressor": "zip"}}, "choco.compressor top_k 'zip'"),
         ("choco", {"numbers": {"fraction": 0}}, "choco.fraction 0"),
         ("choco", {"numbers": {"gamma": 2}}, "choco.gamma 2"),
         ("decentralized_sgd", {"numbers": {"gamma": -1}}, "gamma -1"),
-        ("slowmo", {"numbers": {"alpha": -1}}, "slowmo.alpha -1"),
-        ("slowmo", {"numbers": {"beta": 1}}, "slowmo.beta 1"),
         ("quasi_global_sgd", {"numbers": {"mu": 1}}, "quasi_global.mu 1"),
-        ("decentlam", {"optimizer": {"momentum": 1}}, "momentum 1"),
+        ("quasi_global_sgd", {"optimizer": {"momentum": 1}}, "momentum 1"),
         ("diloco", {"numbers": {"outer_learning_rate": -1}}, "diloco.outer_learning_rate -1"),
         ("diloco", {"numbers": {"outer_momentum": 1}}, "diloco.outer_momentum 1"),
         ("swarm", {"numbers": {"bits": 4}}, "swarm.bits 4"),
@@ -384,7 +361,7 @@ def test_d2_at_its_bound():
 def test_impossible_pairings(method, changes, message):
     case = Case(method, method)
     with refuses(*message.split()):
-        averages = case.method in ("diloco", "slowmo", "sparseloco", "sparta_diloco", "demo")
+        averages = case.method in ("diloco", "sparseloco")
         averages &= bool(changes)
         build(case, "complete" if averages else "bidirectional_ring", **changes)
 

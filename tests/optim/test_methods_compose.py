@@ -20,15 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:d2 on bidirectional_ring")
 
 N = 8
 SHAPES = {"kernel": (2, 5), "scale": (7,), "bias": (3,)}
-SCHEDULES = {"slowmo": "complete", "diloco": "complete", "swarm": "hypercube"}
+SCHEDULES = {"sparseloco": "complete", "diloco": "complete", "swarm": "hypercube"}
 SCHEDULES |= {"push_sum": "random_out", "decentralized_adam": "one_peer_exp"}
-SCHEDULES |= dict.fromkeys(("sparseloco", "sparta_diloco", "demo"), "complete")
 NAMES = [name for name in harness.NAMES if name != "all_reduce"]
 INNER = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(0.01)}
 INNER["accum_adam"] = optim.accum_adam(0.01)
 NUMBERS = {"choco": [{"fraction": 0.2}, {"compressor": "int8"}]}
-NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}], "sparta": [{"fraction": 0.2}]}
-NUMBERS |= {"sparta_diloco": [{"fraction": 0.7, "outer_every": 2}], "demo": [{"kept": 3}]}
+NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}]}
 NUMBERS |= {"sparseloco": [{"density": 0.2, "chunk": 4}, {"density": 0.2, "bits": 32}]}
 VARIANTS = [(name, numbers) for name in NAMES for numbers in NUMBERS.get(name, [{}])]
 
@@ -81,7 +79,7 @@ def test_a_replica_that_makes_no_update_is_only_mixed(name):
 
     All replicas are equal, so that mixing moves nobody either.
     """
-    tx, every_step = build(name), name in ("d2", "decentlam", "demo")
+    tx, every_step = build(name), name == "d2"
     x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), stacked())
     state = jax.vmap(tx.init)(x)
 
@@ -124,7 +122,7 @@ def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
     for r in range(phases):
         step = harness.on_stack(harness.step_of(tx, towards_zero, r), "devices", N, N)
         text += step.lower(x, jax.eval_shape(jax.vmap(tx.init), x), SPEED).compile().as_text()
-    gathered_by_all = name in ("sparseloco", "demo")
+    gathered_by_all = name == "sparseloco"
     gathers = [] if gathered_by_all else ["all-gather"]
     for kind in (*gathers, "all-to-all", "reduce-scatter"):
         assert f" {kind}(" not in text
@@ -144,7 +142,7 @@ def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
         return
     assert not sums
     # Flags, weights, checksums and steps of a lattice are scalars; so is what top-k keeps of 3.
-    coded = name in ("choco", "sparta")
+    coded = name == "choco"
     scalars = 0 if coded else 1
     total = sum(WIDTH[dtype] * size for dtype, size in messages if size > scalars)
     if coded and numbers.get("compressor") != "int8":
@@ -170,7 +168,7 @@ def test_bytes_a_step():
 
 def test_bytes_of_narrow_and_of_empty_arrays():
     x = {"a": jnp.zeros((3, 4), jnp.bfloat16), "none": jnp.zeros((0, 3))}
-    for name, number in (("decentralized_adam", 24), ("swarm", 24), ("sparta", 4), ("choco", 8)):
+    for name, number in (("decentralized_adam", 24), ("swarm", 24), ("choco", 8)):
         assert harness.message_bytes(name, x, **parts(name)) == number
     assert harness.message_bytes("swarm", x, **parts("swarm", {"bits": 8})) == 12
     assert harness.bytes_sent("sparseloco", x, **parts("sparseloco")) > 0
@@ -191,14 +189,14 @@ def test_coded_messages_do_not_depend_on_the_layout():
     """Two replicas a device and all on one give the same three steps: messages coded by a key and
     the replica's number, and in pairs. test_methods has the others."""
     coded = {"choco": {"compressor": "int8"}, "swarm": {"bits": 8}}
-    coded |= {"sparseloco": {"density": 0.5, "chunk": 4}, "sparta": {"fraction": 0.5}}
+    coded["sparseloco"] = {"density": 0.5, "chunk": 4}
     own = stacked()["kernel"]
     equal = jnp.broadcast_to(own[:1], own.shape)  # as choco and sparseloco begin
 
     def steps(form, devices):
         axis_name = harness.axis_of(form)
         tx = harness.together({k: build(k, v, axis_name=axis_name) for k, v in coded.items()})
-        params = {"choco": equal, "swarm": own, "sparseloco": equal, "sparta": own}
+        params = {"choco": equal, "swarm": own, "sparseloco": equal}
         state = jax.jit(jax.vmap(tx.init))(params)
         one = harness.on_stack(harness.step_of(tx, all_towards_zero, 0), form, N, devices)
         for _ in range(3):

@@ -1,5 +1,4 @@
-"""Outer steps over graphs, and sparse messages of movements and momentum: against
-`oracles_seldom`, and in the special cases that are other methods."""
+"""Outer steps over graphs, late ones, and sparse messages of movements, against the recursions."""
 
 import functools
 
@@ -16,7 +15,7 @@ from refusals import refuses
 
 from decent_jax import gossip, optim, topology
 from decent_jax.gossip.codecs import bytes_sent
-from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
+from decent_jax.gossip.sparse import ChunkedTopK, TopK
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, D, LR, STEPS = 4, 6, 0.1, 24
@@ -34,7 +33,7 @@ def problem(n=N, equal=True):
     )
 
 
-def trajectories(txs, schedule, mix_every=1, equal=True, active=None, in_steps=harness.in_steps):
+def trajectories(txs, schedule, mix_every=1, equal=True, in_steps=harness.in_steps):
     """{key: (steps, n, D)}: every method from the same start, in one program per round."""
     x0, a, b = problem(schedule.num_replicas, equal)
 
@@ -44,7 +43,7 @@ def trajectories(txs, schedule, mix_every=1, equal=True, active=None, in_steps=h
 
     x, data = dict.fromkeys(txs, jnp.asarray(x0)), [(a[:, 0], rows) for rows in b]
     tx = harness.together({key: in_steps(tx, mix_every) for key, tx in txs.items()})
-    history = harness.trajectory(tx, gradient, schedule, x, data, mix_every, active)
+    history = harness.trajectory(tx, gradient, schedule, x, data, mix_every)
     return {key: np.stack([x[key] for x, _ in history]) for key in txs}
 
 
@@ -62,53 +61,30 @@ def wanted(method, schedule, mix_every=1, equal=True, **numbers):
 # --- DiLoCo and NoLoCo ----------------------------------------------------------------------------
 
 
-def test_merges_and_weights_are_the_recursion():
-    """LOSCAR's merge of late averages, and Decoupled DiLoCo's weights where replicas pause."""
-    schedule = topology.make("complete", N)
-    active = np.random.default_rng(1).random((STEPS, N)) < 0.6
-    active[6:12] = False  # nobody makes an update between two messages
-    cases = [
-        (delay, carry, weighted)
-        for delay in (0, 1, 2)
-        for carry in (False, True)
-        for weighted in (False, True)
-    ]
-    txs = {
-        case: optim.diloco(
-            SGD, schedule, mix_every=4, delay=case[0], carry=case[1], weighted=case[2]
-        )
-        for case in cases
-    }
-    got = trajectories(txs, schedule, 4, active=active)
-    numbers = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True, "sync_every": 4}
-    numbers["active"] = lambda t: active[t]
-    for case in cases:
-        given = dict(zip(("delay", "carry", "weighted"), case, strict=True))
-        right = wanted("diloco", schedule, **given, **numbers)
-        oracles.assert_same(got[case], right)
-    assert np.abs(got[2, True, False] - got[2, False, False]).max() > 0.1
-    assert np.abs(got[0, False, True] - got[0, False, False]).max() > 0.01
-
-
 LATE = [(delay, carry) for delay in (1, 2) for carry in (False, True)]
 
 
-def test_late_messages_of_gasloc_and_sparseloco_are_the_recursions():
-    ring, complete = (topology.make(name, N) for name in ("one_peer_exp", "complete"))
+def test_late_messages_are_the_recursions():
+    """Also with LOSCAR's merge of late averages."""
+    complete = topology.make("complete", N)
     sparse = {"density": 0.5, "chunk": 4, "bits": 32}
-    kept = largest_of_chunks(4, 2, 32)
-    gasloc, sparseloco = optim.contrib.gasloc, optim.sparseloco
-    for schedule, make, numbers, oracle, given in [
-        (ring, gasloc, {"alpha": 0.6}, oracles_seldom.gasloc, {"alpha": 0.6}),
-        (complete, sparseloco, sparse, oracles_seldom.sparseloco, {"compress": kept}),
+    nesterov = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True, "sync_every": 3}
+    for make, numbers, oracle, given in [
+        (optim.diloco, {}, "diloco", nesterov),
+        (
+            optim.sparseloco,
+            sparse,
+            oracles_seldom.sparseloco,
+            {"compress": largest_of_chunks(4, 2, 32)},
+        ),
     ]:
         txs = {
-            (delay, carry): make(SGD, schedule, mix_every=3, delay=delay, carry=carry, **numbers)
+            (delay, carry): make(SGD, complete, mix_every=3, delay=delay, carry=carry, **numbers)
             for delay, carry in LATE
         }
-        got = trajectories(txs, schedule, 3)
+        got = trajectories(txs, complete, 3)
         for delay, carry in LATE:
-            right = wanted(oracle, schedule, 3, delay=delay, carry=carry, **given)
+            right = wanted(oracle, complete, 3, delay=delay, carry=carry, **given)
             oracles.assert_same(got[delay, carry], right)
         assert np.abs(got[2, True] - got[2, False]).max() > 0.05
 
@@ -181,98 +157,7 @@ def test_top_k_of_parameters_is_refused():
             jax.vmap(mix, axis_name="replica")(jnp.ones((N, 3)))
 
 
-# --- SPARTA ---------------------------------------------------------------------------------------
-
-
-def places(t):
-    """Half of the numbers, those of step t."""
-    (key,) = jax.random.split(jax.random.fold_in(jax.random.key(0), t), 1)  # of one array
-    return np.sort(RandomK(0.5).noise(key, (D,)))
-
-
-def test_sparta_mixes_the_places_of_the_step():
-    schedule = topology.make("one_peer_exp", N)
-    sparta = functools.partial(optim.contrib.sparta, SGD, schedule, "then")
-    txs = {fraction: sparta(fraction=fraction) for fraction in (0.5, 1.0)}
-    got = trajectories(txs, schedule, 2, equal=False)
-    assert len({tuple(places(t)) for t in range(12)}) > 5 and len(places(0)) == 3
-    right = wanted(oracles_seldom.sparta, schedule, 2, equal=False, places=places)
-    oracles.assert_same(got[0.5], right)
-    oracles.assert_same(got[1.0], wanted("dpsgd", schedule, 2, equal=False, combine="then"))
-
-
-def test_sparta_before_diloco_is_the_recursion():
-    """Outer steps after every third round; a step between two rounds sends nothing."""
-    schedule = topology.repeat(topology.make("complete", N), 3)
-    make = functools.partial(optim.contrib.sparta_diloco, SGD, schedule, outer_every=3)
-    got = trajectories({share: make(fraction=share) for share in (0.5, 1.0)}, schedule, 2)
-    numbers = {"outer_every": 3}
-    right = wanted(oracles_seldom.sparta_diloco, schedule, 2, places=places, **numbers)
-    oracles.assert_same(got[0.5], right)
-    assert np.abs(got[0.5] - got[1.0]).max() > 0.05
-
-
-@pytest.mark.parametrize(("size", "sent"), [(7, 3), (5, 5), (6, 1), (9, 4)])
-def test_random_places_are_distinct_and_equally_frequent(size, sent):
-    draw = jax.vmap(lambda key: RandomK(sent / size).noise(key, (size,)))
-    drawn = np.asarray(draw(jax.random.split(jax.random.key(3), 20_000)))
-    assert drawn.shape == (20_000, sent) and all(len(set(row)) == sent for row in drawn)
-    found = np.bincount(drawn.ravel(), minlength=size) / len(drawn)
-    np.testing.assert_allclose(found, sent / size, atol=4 * (0.25 / len(drawn)) ** 0.5)
-
-
-def test_sparta_reaches_consensus_over_complete():
-    """Averages of groups too: a part of the parameters is added on its way like the whole."""
-    schedule = topology.make("complete", N)
-    tx = optim.contrib.sparta(optax.sgd(0.0), schedule, fraction=0.2)
-    x = jnp.asarray(problem(equal=False)[0])
-
-    @jax.jit
-    def run(x):
-        step = jax.vmap(harness.step_of(tx, jnp.zeros_like, 0), axis_name="replica")
-        return jax.lax.scan(lambda c, _: (step(*c), None), (x, jax.vmap(tx.init)(x)), length=60)[0]
-
-    np.testing.assert_allclose(run(x)[0], np.tile(x.mean(0), (N, 1)), atol=1e-12)
-
-
 def test_more_rounds_than_the_machine_holds_are_refused():
     """Periods whose least common multiple is astronomic, before the rounds are made."""
     with refuses("complete", "1000000000000"):
         topology.repeat(topology.make("complete", N), 10**12)
-
-
-# --- DeMo -----------------------------------------------------------------------------------------
-
-
-def test_demo_is_the_recursion():
-    """On a matrix in chunks of 2 x 2, on one whole, and on a vector; a step without a round."""
-    schedule = topology.make("complete", N)
-    forms = {  # shape, longest side of a chunk; what NumPy makes of them
-        ((4, 6), 2): ((4, 6), (2, 2)),
-        ((4, 6), 64): ((4, 6), (4, 6)),
-        ((3, 4, 2), 3): ((12, 2), (2, 2)),  # chunks do not cross the first axis
-        ((24,), 9): ((1, 24), (1, 8)),
-    }
-    rng = np.random.default_rng(0)
-    x0, a = np.tile(rng.normal(size=24), (N, 1)), rng.uniform(0.2, 1, (N, 1))
-    b = rng.normal(size=(STEPS, N, 24))
-    numbers = {"kept": 2, "decay": 0.9, "weight_decay": 0.3}
-    txs = {form: optim.contrib.demo(LR, schedule, chunk=form[1], **numbers) for form in forms}
-
-    def gradient(xs, given):
-        a, b = given
-        return {form: a * (x - b.reshape(x.shape)) for form, x in xs.items()}
-
-    x = {form: jnp.asarray(x0.reshape(N, *form[0])) for form in forms}
-    data = [(a[:, 0], rows) for rows in b]
-    history = harness.trajectory(harness.together(txs), gradient, schedule, x, data, 2)
-    for form, (shape, sides) in forms.items():
-        got = np.stack([x[form].reshape(N, -1) for x, _ in history])
-        right = oracles.run(
-            oracles_seldom.demo,
-            lambda t: schedule.matrix(0) if t % 2 else None,
-            lambda x, t: a * (x - b[t]),
-            x0, STEPS, LR, shape=shape, sides=sides, **numbers,
-        )  # fmt: skip
-        oracles.assert_same(got, right)
-        assert (got == got[:, :1]).all()

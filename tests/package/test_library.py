@@ -18,7 +18,6 @@ from trees import assert_equal
 import decent_jax
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip.codecs import Int8
-from decent_jax.gossip.sparse import RandomK
 
 N = 8
 KINDS = ("collective-permute", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -183,7 +182,6 @@ def test_multi_steps_belongs_inside_or_takes_the_round_of_its_updates():
     ("tx", "schedule"),
     [
         (optim.decentralized, "one_peer_exp"),
-        (functools.partial(optim.contrib.slowmo, learning_rate=0.1), "complete"),
         (optim.diloco, "complete"),
         (optim.swarm, "random_matching"),
         (None, "one_peer_exp"),
@@ -218,13 +216,10 @@ def test_what_is_no_optimizer_is_refused():
         optim.all_reduce(0.1)  # pyright: ignore
 
 
-SLOWMO = functools.partial(optim.contrib.slowmo, learning_rate=0.1)
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        *(optim.decentralized, optim.push_sum, SLOWMO, optim.contrib.choco),
+        *(optim.decentralized, optim.push_sum, optim.contrib.choco),
         *(optim.diloco, optim.contrib.d2, optim.swarm),
     ],
 )
@@ -306,7 +301,7 @@ def test_an_array_that_cannot_be_mixed_is_named(leaf):
 def test_empty_arrays_are_mixed_like_others():
     tree = {"a": jnp.arange(8.0).reshape(4, 2), "b": jnp.zeros((4, 0)), "c": jnp.zeros((4, 3, 0))}
     names = ["complete", "hierarchical(complete, ring)"]
-    cases = [(name, None) for name in names] + [("ring", w) for w in (Int8(), RandomK(0.1))]
+    cases = [(name, None) for name in names] + [("ring", Int8())]
 
     def mix(tree):
         key = jax.random.key(0)

@@ -92,15 +92,14 @@ def test_it_is_the_simulated_recursion():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("buffer", [0, 3])
-def test_outer_steps_are_the_recursion(buffer):
+def test_outer_steps_are_the_recursion():
     sequence = simulate.interactions(3, 40, seed=4)
     x0 = np.random.default_rng(1).normal(size=(3, D))
     noise = updates(sequence)
-    numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4, "buffer": buffer}
+    numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4}
     x, came_about = replayed("float32", sequence, x0, noise, outer(x0, **numbers))
     pairs = [(i, j) for i, j, *_ in sequence]
-    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4, buffer)
+    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4)
     assert came_about == 40
     np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-12)
 

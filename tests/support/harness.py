@@ -201,10 +201,10 @@ def stepper(tx, gradient, **options):
     return step
 
 
-def trajectory(tx, gradient, schedule, x, data, mix_every=1, active=None):
+def trajectory(tx, gradient, schedule, x, data, mix_every=1):
     """(parameters, state) after every step on one device, with static rounds as in training.
 
-    ``data`` is a list of trees, one for each step; ``active`` (steps, n), or None: all are.
+    ``data`` is a list of trees, one for each step.
     """
     runs, history, tx = {}, [], in_steps(tx, mix_every)
     state = jax.vmap(tx.init)(x)
@@ -212,7 +212,7 @@ def trajectory(tx, gradient, schedule, x, data, mix_every=1, active=None):
         r = schedule.round_at(t, mix_every)
         if r not in runs:
             runs[r] = on_stack(step_of(tx, gradient, r), "vmap", schedule.num_replicas)
-        x, state = runs[r](x, state, now, **({} if active is None else {"active": active[t]}))
+        x, state = runs[r](x, state, now)
         history.append((x, state))
     return history
 

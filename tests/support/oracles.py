@@ -150,18 +150,6 @@ def quasi_global_sgd(x, momentum=0.9, mu=0.9):
         m = mu * m + (1 - mu) * (old - x) / lr
 
 
-def decentlam(x, momentum=0.9):
-    """DecentLaM (Yuan et al. 2021): momentum of what D-PSGD "then" moves.
-
-    G = (x - W (x - lr g)) / lr; m+ = b m + G; x+ = x - lr m+. For a fixed W.
-    """
-    m = np.zeros_like(x)
-    while True:
-        g, W, lr, _ = yield x
-        m = momentum * m + (x - mix(W, x - lr * g)) / lr
-        x = x - lr * m
-
-
 # Corrections of the bias that different data leave.
 
 
@@ -225,36 +213,16 @@ def push_sum(x):
 # Seldom or compressed communication.
 
 
-def slowmo(x, alpha=1.0, beta=0.5):
-    """SlowMo (Wang et al. 2020) over D-PSGD "then".
-
-    After a step whose W is J, with x_avg the averaged parameters, x_start those after the last such
-    step (or the first ones): u+ = beta u + (x_start - x_avg) / lr; x = x_start - alpha lr u+.
-    lr is that step's.
-    """
-    start, u = x, np.zeros_like(x)
-    while True:
-        g, W, lr, _ = yield x
-        x = mix(W, x - lr * g)
-        if W is not None and np.allclose(W, average(len(x)), rtol=0, atol=1e-12):
-            u = beta * u + (start - x) / lr
-            start = x = start - alpha * lr * u
-
-
 def diloco(
     x,
     sync_every,
     fragments=None,
     delay=0,
-    alpha=0.0,
     outer_lr=1.0,
     outer_momentum=0.0,
     nesterov=False,
     record=None,
     carry=False,
-    eager=False,
-    weighted=False,
-    active=None,
 ):
     """DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025) over SGD; ignores the matrices.
 
@@ -263,41 +231,28 @@ def diloco(
     and x_i[c] those of replica i after inner step c, before that step's sync:
     p = X - mean_i x_i[c - delay]; v+ = outer_momentum v + p;
     X+ = X - outer_lr v+, or with Nesterov X - outer_lr (p + outer_momentum v+);
-    x_i = alpha x_i + (1 - alpha) X+.
-    carry (LOSCAR): x_i = X+ + x_i[c] - x_i[c - delay]. eager: each replica has an X of its own, for
-    which the mean has its x_i[c] in place of x_i[c - delay]. ``active(t)`` (n,) says who makes an
-    update of 7 tokens; ``weighted`` (Decoupled DiLoCo) counts a replica as
-    tokens_i (tokens_i / steps_i) in the mean, of its updates between the last x_i that it sent and
-    this one; X is the mean where nobody made any. Replicas must start equal. ``record``, a list,
-    receives the X of all replicas after every step.
+    x_i = X+, or with carry (LOSCAR) X+ + x_i[c] - x_i[c - delay]. Replicas must start equal.
+    ``record``, a list, receives the X of all replicas after every step.
     """
     assert np.all(x == x[0]), "DiLoCo starts from equal replicas"
     fragments = [list(range(x.shape[1]))] if fragments is None else fragments
     assert 0 <= delay < sync_every // len(fragments)
     whole, v, past = x.copy(), np.zeros_like(x), [x]
-    updates, counted = [np.zeros(len(x))], [np.zeros(len(x))] * len(fragments)
     while True:
         g, _, lr, t = yield x
-        made = np.ones(len(x)) if active is None else active(t)
-        x = x - lr * g * made[:, None]
+        x = x - lr * g
         past.append(x.copy())
-        updates.append(updates[-1] + made)
         for f, part in enumerate(fragments):
             if (t + 1 - (f + 1) * sync_every // len(fragments)) % sync_every:
                 continue
-            late, sent = past[t + 1 - delay][:, part], updates[t + 1 - delay]
-            steps, counted[f] = sent - counted[f], sent
-            tokens = 7 * steps
-            w = tokens * tokens / np.maximum(steps, 1) if weighted else np.ones(len(x))
-            p = whole[:, part] - (w @ late / w.sum() if w.any() else whole[:, part])
-            if eager:
-                p -= (x[:, part] - late) / len(x)
+            late = past[t + 1 - delay][:, part]
+            p = whole[:, part] - late.mean(0)
             v[:, part] = outer_momentum * v[:, part] + p
             whole[:, part] -= outer_lr * (
                 p + outer_momentum * v[:, part] if nesterov else v[:, part]
             )
             kept = x[:, part] - late if carry else 0
-            x[:, part] = alpha * x[:, part] + (1 - alpha) * (whole[:, part] + kept)
+            x[:, part] = whole[:, part] + kept
         if record is not None:
             record.append(whole.copy())
 
@@ -379,8 +334,8 @@ def accum_adam(
 METHODS = {
     one.__name__: one
     for one in (
-        *(dpsgd, dmsgd, gossiped_momentum, quasi_global_sgd, decentlam),
-        *(exact_diffusion, d2, gradient_tracking, push_sum, slowmo, diloco, choco, accum_adam),
+        *(dpsgd, dmsgd, gossiped_momentum, quasi_global_sgd),
+        *(exact_diffusion, d2, gradient_tracking, push_sum, diloco, choco, accum_adam),
     )
 }
 

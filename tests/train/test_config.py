@@ -108,11 +108,12 @@ algorithm=noloco noloco.delay=1 | noloco.delay | 1
 algorithm=noloco mix_every=4 noloco.delay=-1 | noloco.delay | -1
 mix_every=13 | mix_every | 12
 schedule=random_out(seed=2) | schedule | random_out
-comm_dtype=fp8
+comm_dtype=float8 | float32, bfloat16, int8, int4 | float8
+algorithm=sparta | sparseloco | sparta
+sparta.fraction=0.1 | sparta.fraction | choco.fraction
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
-algorithm=gasloc gamma=0.5 | gamma | 0.5
 algorithm=gradient_tracking gamma_power=0.5 | gamma_power | 0.5
 learning_rate=0.0 gamma_power=0.5 | gamma_power | 0.5
 algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5
@@ -124,7 +125,6 @@ peers.use=true algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.sil
 peers.use=true algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
 peers.use=true algorithm=swarm optimizer.name=sgd comm_dtype=int8 | comm_dtype | int8
 peers.use=true algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
-peers.use=true algorithm=noloco optimizer.name=sgd noloco.weighted=true | noloco.weighted | True
 pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
 pipeline.stages=2 micro_batches=2 | micro_batches | 2
 pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m

@@ -1,0 +1,110 @@
+"""CHOCO: differences to public copies, compressed."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import optax
+
+from decent_jax import gossip
+from decent_jax.gossip import AxisName
+from decent_jax.gossip.codecs import Codec, Int8
+from decent_jax.gossip.sparse import TopK
+from decent_jax.optim import frame, require, trees
+from decent_jax.optim.declaration import Method, Parts, coded_bytes, register
+from decent_jax.topology import Schedule
+
+
+class ChocoState(NamedTuple):
+    """The method's own state; both are shaped like the parameters."""
+
+    s: Any  # sum_j W_ij x_hat_j, over the neighbours and oneself
+    x_hat: Any  # the replica's own public copy
+
+
+def choco(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    identical_start: bool = True,
+    *,
+    compressor: Annotated[str, '"top_k" or "int8"'] = "top_k",
+    fraction: Annotated[float, 'part of each array that "top_k" sends, in (0, 1]'] = 0.1,
+    gamma: Annotated[float, "consensus step size"] = 0.2,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Replicas know each other by public copies, which they correct by compressed messages.
+
+    With ``x_hat_i`` the public copy of replica i, C the compressor and ``Delta_i`` the
+    update of ``inner``:
+
+    .. math::
+        y_i &= x_i + \Delta_i(x_i), \qquad q_i = C(y_i - \hat x_i) \\
+        \hat x_i &\leftarrow \hat x_i + q_i, \qquad
+        s_i \leftarrow s_i + \sum_j W_{ij} q_j \quad (= \sum_j W_{ij} \hat x_j) \\
+        x_i &\leftarrow y_i + \gamma (s_i - \hat x_i)
+
+    What C drops stays in ``y - x_hat`` and is sent later, so consensus is reached however
+    coarse C is, if ``gamma`` is small enough; the mean is kept at every step. Only
+    ``q_i`` travels: s is kept and corrected, so the graph must be static. One compressed
+    message per step, two copies of the parameters (``x_hat_i`` and ``s_i``).
+
+    Args:
+      inner, schedule, axis_name: as in `decentralized`.
+      identical_start: public copies begin at the parameters, which are then the same on all
+        replicas; False: at zero, as in the paper.
+      compressor: C, ``"top_k"`` or ``"int8"``.
+      fraction: how much of each array ``"top_k"`` sends, in (0, 1].
+      gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
+        without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for
+        the top 10%, and 0.05 for the top 1%.
+
+    Raises:
+      ValueError: a number out of range, or a schedule that changes or averages in groups.
+
+    References:
+      Koloskova et al., `CHOCO-SGD <https://arxiv.org/abs/1902.00340>`_, 2019, Algorithm 2, with the
+      gradient step first.
+    """
+    if not 0 < gamma <= 1:
+        raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
+    codec = compressor_of(compressor, fraction)
+    require.static_messages("choco", schedule)
+    mixing = frame.Mixing(schedule, axis_name, codec, "choco")
+
+    def step(params, own, round, local):
+        update, inner, ok = local(params)
+        y = trees.add(params, update)
+        if round is None:
+            return y, own, inner, ok
+        # A replica that is not finite sends zeros, so that its public copy stays as it was, and
+        # continues from the average of the public copies.
+        gap = optax.tree.sub(y, own.x_hat)
+        fine = trees.all_finite(gap)
+        gap = optax.tree.where(fine, gap, optax.tree.zeros_like(gap))
+        mixed_q, q = gossip.mix_coded(
+            gap, schedule, round, axis_name, codec, mixing.key(local.count)
+        )
+        x_hat = trees.add(own.x_hat, q)
+        s = trees.add(own.s, mixed_q)
+        x = trees.add(y, trees.scale(gamma, optax.tree.sub(s, x_hat)))
+        x = optax.tree.where(fine, x, s)
+        return x, ChocoState(s, x_hat), inner, ok
+
+    begin = trees.copy if identical_start else optax.tree.zeros_like
+    return frame.method(inner, step, frame.filled(ChocoState, begin))
+
+
+def compressor_of(name: str, fraction: float) -> Codec:
+    """The format of that name."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"choco.fraction must be above 0 and at most 1, got {fraction}")
+    named = {"top_k": TopK(fraction), "int8": Int8()}
+    if name not in named:
+        raise ValueError(f"choco.compressor must be one of {', '.join(named)}, got {name!r}")
+    return named[name]
+
+
+def _choco_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+    return coded_bytes(params, compressor_of(own["compressor"], own["fraction"]))
+
+
+register(Method("choco", choco, copies=2, sent=_choco_bytes))

@@ -1,0 +1,75 @@
+"""Quasi-global momentum: that of the movement which mixing really made."""
+
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from decent_jax.gossip import AxisName
+from decent_jax.gossip.codecs import Codec
+from decent_jax.optim import frame, require, trees
+from decent_jax.optim.declaration import Method, register
+from decent_jax.topology import Schedule
+
+
+class MomentumState(NamedTuple):
+    """Own state of `quasi_global_sgd`."""
+
+    m: Any  # like params
+
+
+def quasi_global_sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    schedule: Schedule,
+    momentum: float = 0.9,
+    axis_name: AxisName = "replica",
+    gradient: optax.GradientTransformation | None = None,
+    codec: Codec | None = None,
+    *,
+    mu: Annotated[float, "share of the momentum that is kept, in [0, 1)"] = 0.9,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
+
+    .. math::
+        x_i^{+} = \sum_j W_{ij} \big(x_j - \eta (g_j + \beta m_j)\big), \qquad
+        m_i \leftarrow \mu m_i + (1 - \mu) (x_i - x_i^{+}) / \eta
+
+    One message per step, one copy of the parameters (m). A step with ``eta = 0`` leaves m.
+    Valid on every doubly stochastic schedule, with local steps (``round=None``) too.
+
+    Args:
+      learning_rate: ``eta``, a float or an optax schedule of the step.
+      schedule, axis_name, codec: as in `decentralized`.
+      momentum: ``beta``, in [0, 1).
+      gradient: applied to g first, such as clipping or L2 decay.
+      mu: share of the momentum that is kept, in [0, 1); the paper takes it equal to ``beta``.
+
+    References:
+      Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
+      (heavy-ball form).
+    """
+    mixing = frame.Mixing(schedule, axis_name, codec, "quasi_global")
+    require.below_one("momentum", momentum)
+    require.below_one("quasi_global.mu", mu)
+
+    def step(params, own, round, local):
+        rate = frame.rate_at(learning_rate, local.count)
+        g, inner, ok = local(params)
+        descent = trees.add(g, trees.scale(jnp.where(ok, momentum, 0), own.m))
+        after = mixing(trees.add(params, trees.scale(-rate, descent)), round, local.count)
+        is_zero = jnp.asarray(rate) == 0
+        divisor = jnp.where(is_zero, 1, rate)
+
+        def follow(m, d):
+            new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / divisor.astype(m.dtype)
+            # A replica that is not finite moves by no number that its momentum could follow.
+            return jnp.where(is_zero | ~jnp.isfinite(d), m, new)
+
+        m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
+        return after, MomentumState(m), inner, ok
+
+    return frame.method(gradient, step, frame.filled(MomentumState))
+
+
+register(Method("quasi_global_sgd", quasi_global_sgd, ("sgd",), copies=1, section="quasi_global"))
