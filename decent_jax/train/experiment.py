@@ -21,10 +21,11 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import algorithm, xla
+from decent_jax.train import algorithm, stored, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
+from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Workdir, open_workdir
 
 
@@ -248,13 +249,14 @@ def train_batches(
 
 def _check_fits_the_model(config, task, tx, placement) -> None:
     """Refuse what this machine cannot hold, and a method that cannot be used on such parameters."""
-    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    params, model_state = jax.eval_shape(task.init, jax.random.key(0))
     try:
         kept = jax.eval_shape(tx.init, params)
     except ValueError as error:
         raise ConfigError(
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
         ) from None
+    stored.check(TrainState(params, model_state, kept))
     check_state(placement, (params, kept))
 
 

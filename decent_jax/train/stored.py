@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
-from decent_jax.ground.errors import CheckpointError
+from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.replicas import Placement
 from decent_jax.train.step import TrainState
 
@@ -31,8 +31,30 @@ def tree_of(state: TrainState) -> dict[str, Any]:
         "params": state.params,
         "model_state": state.model_state,
         "weights": optim.consensus_weights(state.opt_state),
-        "rest": {_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(rest)},
+        # Empty arrays, such as GaLore's projector of a bias, have nothing that orbax could write.
+        "rest": {_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(rest) if x.size},
     }
+
+
+def check(state: Any) -> None:
+    """Raises ConfigError where a checkpoint cannot hold a state, of arrays or shapes.
+
+    Each array needs a name of its own, which joins the keys of its path by dots, and parameters
+    and ``model_state`` at least one element.
+    """
+    places: dict[str, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name, place = _path(path).replace("/", "."), jax.tree_util.keystr(path)
+        if name in places:
+            raise ConfigError(
+                f"{places[name]} and {place} have the same name in a checkpoint, {name}; rename one"
+            )
+        if not leaf.size and name.startswith(("params", "model_state")):
+            raise ConfigError(
+                f"{place} has the shape {leaf.shape}, and a checkpoint holds no empty arrays; "
+                "leave it out"
+            )
+        places[name] = place
 
 
 def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: Any) -> dict[str, int]:
@@ -100,7 +122,11 @@ def unstored(tree: dict[str, Any], like: TrainState) -> TrainState:
     paths, structure = jax.tree_util.tree_flatten_with_path(
         like._replace(params=None, model_state=None)
     )
-    rest = structure.unflatten([tree["rest"][_path(path)] for path, _ in paths])
+    kept, rows = tree["rest"], len(jax.tree.leaves(tree["params"])[0])
+    leaves = [
+        kept[_path(at)] if x.size else jnp.zeros((rows, *x.shape[1:]), x.dtype) for at, x in paths
+    ]
+    rest = structure.unflatten(leaves)
     return rest._replace(params=tree["params"], model_state=tree["model_state"])
 
 

@@ -1,0 +1,57 @@
+"""Any tree of parameters and state is saved and restored, or refused before the first step."""
+
+import json
+
+import pytest
+from refusals import refuses
+
+from decent_jax import train
+from decent_jax.train import stored
+
+
+def config(tree, **changes):
+    made = train.default_config("tree_task")
+    made.update_from_flattened_dict(
+        {
+            **{"num_replicas": 2, "batch_size": 4, "steps": 4, "model.tree": tree},
+            **{"mesh.devices": 1, "eval.every": 0, "log.every": 2},
+            **{"checkpoint.every": 2, "lr_schedule.name": "constant", "learning_rate": 0.05},
+            **changes,
+        }
+    )
+    return made
+
+
+def sums(workdir, step):
+    return json.loads((workdir / f"checkpoints/{step}/meta.json").read_text())["checksums"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "named"),
+    [
+        ("dots", ("['h']['b']", "['h.b']", "params.h.b")),
+        ("slashes", ("['h']['b']", "['h/b']", "params.h.b")),
+        ("empty", ("['adapter']['w']", "(0, 4)")),
+        ("empty state", ("['seen']", "(0,)")),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_first(tmp_path, tree, named):
+    for start in (lambda made: train.run(made, tmp_path / "run"), train.dry_run):
+        with refuses(*named, error=train.ConfigError):
+            start(config(tree))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_an_empty_array_of_an_optimizer_resumes(tmp_path, replicas):
+    optimizer = {
+        "algorithm": "decentralized_sgd",
+        "optimizer.name": "tree_task.with_an_empty_array",
+    }
+    train.run(config("haiku", **optimizer), tmp_path / "whole")
+    train.run(config("haiku", **optimizer, steps=2), tmp_path / "cut")
+    resumed = {"num_replicas": replicas, "batch_size": 4}
+    train.run(config("haiku", **optimizer, **resumed), tmp_path / "cut")
+    assert not any("projector" in name for name in sums(tmp_path / "cut", 4)[stored.STATE])
+    if replicas == 2:
+        assert sums(tmp_path / "cut", 4) == sums(tmp_path / "whole", 4)
