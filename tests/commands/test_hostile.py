@@ -1,255 +1,82 @@
-"""Hostile input through the real commands: one short sentence that names it, and exit code 2.
+"""Hostile input: parsers by hypothesis, and a few whole commands of every kind.
 
-A row is (name, command, words of the sentence). In a command, CONFIG is a small config file, RUN
-the folder of the row (`FILES` says what is in it), NINES is a number of 5,000 digits. All commands
-run in this process, which has imported everything once.
+A command of `ROWS` ends with one short sentence that names it, exit code 2, and nothing lost. A row
+is (what lies in the folder of the command, command, words of the sentence). In a command, CONFIG is
+a small config file, NINES a number of 5,000 digits. test_damaged_files has the readers of files.
 """
 
+import gzip
 import itertools
 import json
+import os
 import re
-import runpy
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-from hostile import assert_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refused, refuses
 
 from decent_jax import topology
-from decent_jax.commands import export, plot, preflight, sample, supervise
+from decent_jax.commands import export
+from decent_jax.commands import main as command
+from decent_jax.data.translation import number_pairs
 from decent_jax.ground import fields, machine
+from decent_jax.ground.command_line import check_replaceable
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment
 
 ROOT = Path(__file__).resolve().parents[2]
-NINES = "9" * 5000
 
-TRAIN = [  # what follows "train.py --config CONFIG --workdir RUN/run --config."
-    ("gamma=2.5", "gamma 2.5"),
-    ("algorithm=decentralized_sgd --config.gamma=2", "gamma 2"),
-    ("algorithm=NINES", "algorithm 4096"),
-    ("algorithm=all_reduce --config.mix_every=3", "mix_every 3"),
-    ("algorithm=all_reduce --config.combine=then", "combine then"),
-    ("schedule=NINES", "schedule 4096"),
-    ("schedule=random_matching(rounds=1000000000)", "schedule 1000000000"),
-    ("schedule=random_matching(rounds=NINES)", "schedule 4096"),
-    ("schedule=periodic_average(ring,every=1000000000)", "schedule 1000000000"),
-    ("schedule=NESTED", "schedule 1300"),
-    ("num_replicas=30000 --config.batch_size=30000", "schedule 30000"),
-    ("data.workers=100000", "data.workers"),
-    ("batch_size=400000000", "batch_size 400"),
-    ("model.width=1048576", "state 4"),
-    ("model.width=1000000000", "model.width 1048576"),
-    ("model.vocab_size=1000000000000", "model.vocab_size"),
-    ("model.context=1000000000", "model.context"),
-    ("model.dropout=nan", "model.dropout"),
-    ("epochs=inf", "epochs inf"),
-    ("epochs=1e12", "epochs"),
-    ("epochs=1e-9", "epochs 1e-09"),
-    ("seed=1000000000000000000000000000000", "seed"),
-    ("seed=NINES", "seed"),
-    ("steps=2147483648", "steps 2147483647"),
-    ("lr_schedule.name=cosine --config.lr_schedule.warmup=200%", "lr_schedule.warmup 12"),
-    ("lr_schedule.warmup=NINES", "lr_schedule.warmup"),
-    ("eval.every=99999999999999999999", "eval.every"),
-    ("checkpoint.every=1e5", "checkpoint.every"),
-    ("cluster.process_id=2", "cluster process_id 2"),
-    ("cluster.num_processes=-1", "cluster.num_processes"),
-    ("NINES=1", "config 999"),
-    ("data.path=NINES", "data.path"),
-    ("model.init_from=" + 300 * "x", "xxx"),
-    ("model.dtype=float64", "model.dtype float64 JAX_ENABLE_X64"),
-    ("task=..", "task .."),
-    ("algorithm=decentralized_sgd --config.optimizer.name=.adam", "optimizer.name .adam"),
-]
-DEEP = "[" * 100_000
-PICTURES = "train.py --config quickstart_images --workdir RUN/new --config.data.train_images=64"
-PICTURES += " --config.data.val_images=64"
-OF_TRAIN = "train.py --config CONFIG --workdir RUN/new"
-WEIGHTS = "--config.model.init_from=RUN/run/m.safetensors"
-OTHER = [
-    ("config.json no UTF-8", "train", "config.json"),
-    ("config.json a folder", "train", "config.json"),
-    ("config.json nested", "train", "run config"),
-    ("config.json empty", "train", "config more"),
-    ("config.json replicas a list", "train", "run config"),
-    ("config.json a long text", "train", "run config"),
-    ("metrics.jsonl binary", "train", "metrics.jsonl 1"),
-    ("metrics.jsonl a step of 400 digits", "train", "metrics.jsonl 1"),
-    ("metrics.jsonl a folder", "train", "metrics.jsonl"),
-    ("a workdir that is a file", "train", "--workdir"),
-    ("a long workdir", f"train.py --config CONFIG --workdir {300 * 'x'}", "--workdir"),
-    ("a placeholder", "train.py --config RUN/run/c.py --workdir RUN/new", "RequiredValueError"),
-    ("weights empty", f"train {WEIGHTS}", "m.safetensors"),
-    ("weights of a huge header", f"train {WEIGHTS}", "m.safetensors"),
-    ("no flags", "train.py", "--config"),
-    ("an unknown flag", "train.py --config CONFIG --workdir RUN/run --NINES", "--999"),
-    ("a config file that is none", "train.py --config NINES --workdir RUN/run", "config 999"),
-    ("long", "preflight --save RUN/n.json --repeats NINES", "--repeats"),
-    ("inf", "preflight --save RUN/n.json --megabytes inf", "--megabytes inf"),
-    ("often", "preflight --save RUN/n.json --repeats 999999999", "--repeats 999999999"),
-    ("folder", "preflight --save RUN", "--save"),
-    ("none", "supervise --processes 0 -- train.py", "--processes"),
-    ("a million", "supervise --processes 1000000 -- train.py", "--processes"),
-    ("again", "supervise --processes 2 --again -1 -- train.py", "--again"),
-    ("check", "supervise --processes 2 -- train.py --config CONFIG --check", "--check"),
-    ("three", f"supervise --processes 3 -- {OF_TRAIN}", "num_replicas 4"),
-    ("no name", f"supervise --hosts a,,b -- {OF_TRAIN}", "--hosts"),
-    ("no command", f"supervise --hosts a --via nothing -- {OF_TRAIN}", "--via nothing"),
-    ("nothing", "supervise --processes 2", "start --"),
-    ("no file", "supervise --processes 2 -- nothing.py", "start --"),
-    ("via", f"supervise --hosts a --via 'ssh {{x}}' -- {OF_TRAIN}", "--via"),
-    ("quotes", f'supervise --hosts a --via "ssh \'" -- {OF_TRAIN}', "--via"),
-]
-OTHER += [
-    ("config.json empty", "sample --workdir RUN/run", "run config.json"),
-    ("config.json no task", "sample --workdir RUN/run", "task"),
-    ("config.json wrong type", "sample --workdir RUN/run", "config.json model.width"),
-    ("nan", "sample --workdir RUN/run --temperature nan", "--temperature"),
-    ("many", "sample --workdir RUN/run --tokens 999999999999", "--tokens 1000000"),
-    ("digits", "sample --workdir RUN/run --seed NINES", "--seed"),
-    ("seed", "sample --workdir RUN/run --seed 9999999999999999999", "--seed"),
-    ("metrics.jsonl a list", "export --workdir RUN/a --out RUN/run/m.safetensors", "run"),
-    ("metrics.jsonl a step of 400 digits", "plot RUN/run", "metrics.jsonl 1"),
-    ("metrics.jsonl a folder", "plot RUN/run", "metrics.jsonl"),
-    ("out", "plot RUN/run --out RUN", "--out"),
-    (
-        "micro-batches",
-        "train --config.pipeline.stages=1 --config.pipeline.micro_batches=0",
-        "pipeline.micro_batches 0",
-    ),
-    ("pictures", f"{PICTURES} --config.batch_size=800", "batch_size 64"),
-    ("plan deep", "train --config.cluster.plan=RUN/run/plan", "run/plan"),
-    ("plan name", "train --config.cluster.plan=RUN/run/plan", "run/plan"),
-    ("plan a list", "train --config.cluster.plan=RUN/run/plan", "run/plan"),
-    ("plan a folder", "train --config.cluster.plan=RUN", "plan"),
-    ("SLURM", "train", "SLURM_NTASKS 'two'"),
-    (
-        "devices",
-        "train --config.num_replicas=2 --config.cluster.coordinator=h:1 "
-        "--config.cluster.num_processes=2 --config.cluster.process_id=1",
-        "JAX_LOCAL_DEVICE_IDS 'a'",
-    ),
-]
-PLACEHOLDER = b"""
-from ml_collections import ConfigDict, config_dict
-def get_config():
-    return ConfigDict({"steps": config_dict.required_placeholder(int)})
-"""
-VARIABLES = {
-    "SLURM": {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "two"},
-    "devices": {"JAX_LOCAL_DEVICE_IDS": "0,a"},
-}
-FILES = {  # what is in RUN/run
-    "config.json no UTF-8": {"config.json": b"\xff\xfe"},
-    "config.json a folder": {"config.json": None},
-    "config.json empty": {"config.json": b"{}"},
-    "config.json replicas a list": {"config.json": b'{"num_replicas": [4]}'},
-    "config.json a long text": {"config.json": json.dumps({"schedule": "x" * 9999}).encode()},
-    "config.json no task": {"config.json": b'{"task": "x"}'},
-    "config.json wrong type": {
-        "config.json": b'{"task": "language_modeling", "model": {"width": []}}'
-    },
-    "config.json nested": {"config.json": b'{"a":' * 900 + b"1" + b"}" * 900},
-    "a placeholder": {"c.py": PLACEHOLDER},
-    "plan deep": {"plan": DEEP.encode()},
-    "plan a list": {"plan": b"[1]"},
-    "plan name": {
-        "plan": b'{"format": "decent_jax.plan/1", "devices": ["a"], "schedule": {"name": []}}'
-    },
-    "metrics.jsonl binary": {"metrics.jsonl": b"\x80\n{}\n"},
-    "metrics.jsonl a list": {"metrics.jsonl": b"[]\n{}\n"},
-    "metrics.jsonl a step of 400 digits": {"metrics.jsonl": b'{"step": %s}\n{}\n' % (b"9" * 400)},
-    "metrics.jsonl a folder": {"metrics.jsonl": None},
-    "weights empty": {"m.safetensors": b""},
-    "weights of a huge header": {"m.safetensors": b"\xff" * 8 + b"{}"},
-}
-ROWS = [(row, f"train --config.{row}", named) for row, named in TRAIN] + OTHER
+# --- Fields, flags, schedules ---------------------------------------------------------------------
+
+NUMBERS = ["1" + 30 * "0", "9" * 5000, "", "\x1b[31m", "2147483648", "5e-324", "1e400", "1e16"]
+NUMBERS += str.split("inf -inf nan -1 None [1] 0x10 ٣ 200% -3 epochs")
+TASKS = ["language_modeling", "image_classification", "translation"]
+TABLES = {task: config_lib.fields_of(task) for task in TASKS}
+PLACES = [(task, name) for task, table in TABLES.items() for name in table]
+TEXTS = st.sampled_from(NUMBERS) | st.text(max_size=20) | st.floats().map(str)
 
 
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory, tiny_data):
-    return tiny.write_config(tmp_path_factory.mktemp("hostile") / "config.py", tiny_data)
+@settings(max_examples=600)
+@given(st.sampled_from(PLACES), TEXTS)
+def test_a_text_for_a_field_is_a_value_in_its_bounds_or_refused(place, text):
+    task, name = place
+    field = TABLES[task][name]
+    try:
+        value = fields.parse(field, name, text)
+        field.check(name, value)
+    except ConfigError as error:
+        assert name in str(error) and len(str(error)) <= 280 and str(error).isprintable()
+        return
+    assert field.duration or type(value) is type(field.default)
+    if type(value) in (int, float):
+        bound = max(fields.LARGEST.values()) if field.at_most is None else field.at_most
+        assert -bound <= value <= bound
 
 
-@pytest.fixture(scope="module")
-def commands():
-    return {
-        "train.py": runpy.run_path(str(ROOT / "train.py"))["main"],
-        "supervise": supervise.main,
-        "preflight": preflight.main,
-        "export": export.main,
-        "plot": plot.main,
-        "sample": sample.main,
-    }
-
-
-@pytest.mark.timeout(60)  # what is not refused may take for ever
-@pytest.mark.parametrize(("name", "command", "named"), ROWS, ids=[row[0][:50] for row in ROWS])
-def test_one_sentence(name, command, named, commands, config_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 8 * 10**9)
-    monkeypatch.chdir(ROOT)
-    run = tmp_path / "run"
-    if name.startswith("a workdir that is a file"):
-        run.write_text("")
-    for path, content in FILES.get(name, {}).items():
-        (run / path).parent.mkdir(parents=True, exist_ok=True)
-        (run / path).mkdir() if content is None else (run / path).write_bytes(content)
-    for variable, value in VARIABLES.get(name, {}).items():
-        monkeypatch.setenv(variable, value)
-    command = re.sub(r"^train(?= |$)", "train.py --config CONFIG --workdir RUN/run", command)
-    program, *arguments = shlex.split(
-        command.replace("(rounds", "\\(rounds")
-        .replace(")", "\\)")
-        .replace("average(", "average\\(")
-    )
-    for short, text in (
-        ("NINES", NINES),
-        ("NESTED", ("hierarchical(" * 100)),
-        ("CONFIG", str(config_file)),
-        ("RUN", str(tmp_path)),
-    ):
-        arguments = [argument.replace(short, text) for argument in arguments]
-    assert_refused(commands[program], arguments, named, tmp_path, capsys)
-
-
-HOSTILE = ["1" + 30 * "0", "-" + 30 * "9", "9" * 4000, NINES, "", "\x1b[31m"]
-HOSTILE += str.split("inf -inf nan 1e30 -1 None [1] 0x10 1e400 ٣ 5000000000 1e16")
-
-
-@pytest.mark.parametrize("task", ["language_modeling", "image_classification", "translation"])
-def test_every_number_of_a_config_is_in_range_or_refused(task):
-    table = config_lib.fields_of(task)
-    for name, field in table.items():
-        if type(field.default) not in (int, float, bool) and not field.duration:
-            continue
-        for text in HOSTILE:
-            try:
-                value = fields.parse(field, name, text)
-                field.check(name, value)
-            except ConfigError as error:
-                assert name in str(error) and len(str(error)) <= 280, (name, text)
-                assert str(error).isprintable()
-            else:
-                bound = max(fields.LARGEST.values()) if field.at_most is None else field.at_most
-                assert field.duration or -bound <= value <= bound, (name, text)
-
-
-def test_batches_are_compared_with_this_machine(monkeypatch):
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
-    examples = [np.zeros(1000, np.float32)] * 100
-    experiment.check_batch(tiny.waves(batch_size=20), examples, 1)
-    with pytest.raises(ConfigError, match=r"batch_size 100, with data\.prefetch [0-9]+, needs at"):
-        experiment.check_batch(tiny.waves(batch_size=100), examples, 1)
+@settings(max_examples=100)
+@given(st.sampled_from([name for task, name in PLACES if task == TASKS[0]]), TEXTS)
+def test_a_config_with_such_a_value_is_right_or_refused_before_it_trains(name, text):
+    config, table = config_lib.default_config(), TABLES[TASKS[0]]
+    try:
+        value = fields.parse(table[name], name, text)
+        *sections, last = name.split(".")
+        group = config[sections[0]] if sections else config
+        with group.unlocked():
+            group[last] = value
+        config_lib.check(config)
+    except (ConfigError, TypeError) as error:  # ml_collections says the type of a field
+        assert type(error) is TypeError or (str(error).isprintable() and len(str(error)) <= 600)
 
 
 def test_random_out_exists_for_every_number_of_replicas():
-    for n in (2, 3, 5, 8, 16, 17, 24, 32, 48, 64, 128):
-        for seed in range(3):
-            topology.make(f"random_out(seed={seed})", n)
+    for n, seed in itertools.product((2, 3, 5, 8, 16, 17, 24, 48, 128), range(3)):
+        topology.make(f"random_out(seed={seed})", n)
 
 
 def test_the_schedules_that_a_refusal_suggests_exist():
@@ -263,3 +90,193 @@ def test_the_schedules_that_a_refusal_suggests_exist():
                 suggested.add(other)
                 topology.make(other, n, local_size=local_size)
     assert {"one_peer_exp", "hypercube", "ring", "bidirectional_ring"} <= suggested
+
+
+def test_batches_are_compared_with_this_machine(monkeypatch):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
+    examples = [np.zeros(1000, np.float32)] * 100
+    experiment.check_batch(tiny.waves(batch_size=20), examples, 1)
+    with refuses("batch_size 100", "1.00MB", error=ConfigError):
+        experiment.check_batch(tiny.waves(batch_size=100), examples, 1)
+
+
+# --- Whole commands -------------------------------------------------------------------------------
+
+NINES, DEEP = "9" * 5000, "[" * 100_000
+RUN, TRAIN = "train --config CONFIG --workdir run", "train --config CONFIG --workdir run --config."
+CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
+MODEL = "--parameters 1e6 --compute_s 0.1"
+TEXT = "text --input in --out out --tokenizer bytes --val_fraction 0.3"
+PAIRS = "translation --input in --out out --source_lang en --target_lang de --vocab_size 300"
+ROWS = [
+    # What fits a field and no machine, no schedule or no run.
+    ({}, f"{TRAIN}gamma=2.5", "gamma 2.5"),
+    ({}, f"{TRAIN}algorithm=all_reduce --config.mix_every=3", "mix_every 3"),
+    ({}, f"{TRAIN}schedule=NINES", "schedule 4096"),
+    ({}, f"{TRAIN}schedule='random_matching(rounds=1000000000)'", "schedule 1000000000"),
+    ({}, f"{TRAIN}schedule='{'hierarchical(' * 100}'", "schedule 1300"),
+    ({}, f"{TRAIN}num_replicas=30000 --config.batch_size=30000", "schedule 30000"),
+    ({}, f"{TRAIN}batch_size=400000000", "batch_size 400"),
+    ({}, f"{TRAIN}model.width=1048576", "state 4"),
+    ({}, f"{TRAIN}epochs=1e-9", "epochs 1e-09"),
+    ({}, f"{TRAIN}lr_schedule.name=cosine --config.lr_schedule.warmup=200%", "warmup 12"),
+    ({}, f"{TRAIN}model.dtype=float64", "model.dtype float64 JAX_ENABLE_X64"),
+    ({}, f"{TRAIN}task=..", "task .."),
+    ({}, f"{TRAIN}algorithm=decentralized_sgd --config.optimizer.name=.adam", "optimizer.name"),
+    ({}, f"{TRAIN}NINES=1", "config 999"),
+    ({}, f"{RUN} --NINES", "--999"),
+    ({}, "train --config NINES --workdir run", "config 999"),
+    ({}, f"train --config CONFIG --workdir {300 * 'x'}", "--workdir"),
+    ({}, f"{TRAIN}model.init_from={300 * 'x'}", "xxx"),
+    ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "two"}, RUN, "SLURM_NTASKS 'two'"),
+    # Files.
+    ({"run": "a file"}, RUN, "--workdir"),
+    ({"run/config.json": None}, RUN, "config.json"),
+    ({"run/config.json": '{"a":' * 900 + "1" + "}" * 900}, RUN, "run config"),
+    ({"run/config.json": '{"task": "x"}'}, "sample --workdir run", "task"),
+    ({"run/metrics.jsonl": None}, "plot run", "metrics.jsonl"),
+    ({"run/metrics.jsonl": "[]\n{}\n"}, "export --workdir a --out run/m.safetensors", "a"),
+    ({"m.safetensors": "\xff" * 8 + "{}"}, f"{TRAIN}model.init_from=m.safetensors", "m.safetens"),
+    ({"plan": DEEP}, f"{TRAIN}cluster.plan=plan", "plan"),
+    ({"n.json": "[NaN, 1]"}, "planner network --network n.json", "n.json"),
+    (
+        {"t.jsonl": f"{DEEP}\n{{}}\n"},
+        f"planner predict {CLUSTER} --parameters 1e6 --trace t.jsonl",
+        "t.js",
+    ),
+    ({"in/a.jsonl.gz": gzip.compress(b"a" * (3 << 19))}, f"prepare {TEXT}", "a.jsonl.gz 1"),
+    ({"in/a.txt.gz": gzip.compress(b"a" * (4 << 20))}, f"prepare {TEXT}", "a.txt.gz"),
+    # Flags.
+    ({}, "preflight --save n.json --repeats NINES", "--repeats"),
+    ({}, "preflight --save n.json --megabytes inf", "--megabytes inf"),
+    ({}, "supervise --processes 1000000 -- train.py", "--processes"),
+    ({}, "supervise --hosts a,,b -- TRAIN.PY --config CONFIG --workdir new", "--hosts"),
+    ({}, 'supervise --hosts a --via "ssh \'" -- TRAIN.PY --config CONFIG --workdir n', "--via"),
+    ({}, "supervise --processes 2 -- nothing.py", "start --"),
+    ({}, "sample --workdir run --seed 9999999999999999999", "--seed"),
+    ({}, f"planner predict {CLUSTER} {MODEL} --nodes NINES", "--nodes"),
+    ({}, f"planner predict --network nvlink_25gbe --nodes 1000000 {MODEL}", "1000000 devices"),
+    ({}, f"planner place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s"),
+    ({}, "prepare NINES", "kind"),
+    ({"in/a.txt": "text"}, f"prepare {TEXT} --workers 100000", "workers 100000"),
+    ({}, "peers replay --workdir run", "run peers"),
+    ({}, "peers resize --workdir run --count NINES", "--count"),
+    # A file of the user's where a command would write.
+    ({"mine.json": "my thesis"}, f"planner network {CLUSTER} --save mine.json", "--save mine.json"),
+    ({"mine.json": "my thesis"}, "preflight --save mine.json", "--save mine.json"),
+    (
+        {"mine.png": "my thesis", "run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'},
+        "plot run --out mine.png",
+        "--out mine.png",
+    ),
+    ({"a/tokenizer.json": "{}"}, "export --workdir run --out a/x.safetensors", "tokenizer.json"),
+    (
+        {"y.safetensors": '12345678{"__metadata__":{"format":"pt"},"mine":{}}'},
+        "export --workdir run --out y.safetensors",
+        "y.safetensors",
+    ),
+]
+IDS = [f"{k} {', '.join(files)[:20]} {line[:40]}" for k, (files, line, _) in enumerate(ROWS)]
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory, tiny_data):
+    return tiny.write_config(tmp_path_factory.mktemp("hostile") / "config.py", tiny_data)
+
+
+@pytest.mark.timeout(60)  # what is not refused may take for ever
+@pytest.mark.parametrize(("files", "line", "named"), ROWS, ids=IDS)
+def test_one_sentence(files, line, named, config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 32 << 20 if "gz" in named else 8 * 10**9)
+    monkeypatch.setattr("decent_jax.data.text.documents.LONGEST_LINE", 1 << 18)
+    monkeypatch.chdir(tmp_path)
+    for path, content in files.items():
+        if path.isupper():
+            monkeypatch.setenv(path, content)
+            continue
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            (tmp_path / path).mkdir()
+        else:
+            (tmp_path / path).write_bytes(
+                content if isinstance(content, bytes) else content.encode()
+            )
+    line = line.replace("NINES", NINES).replace("CONFIG", str(config_file))
+    line = line.replace("TRAIN.PY", str(ROOT / "train.py"))
+    assert_refused(shlex.split(line), named, tmp_path, capsys)
+
+
+def assert_refused(arguments, named, folder, capsys):
+    """The command returns 2 after one short line that names each of the words of ``named``.
+
+    All files in ``folder`` are still there, as they were, and only hidden ones are new.
+    """
+
+    def snapshot():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before, there = snapshot(), set(folder.rglob("*"))
+    capsys.readouterr()
+    try:
+        code = command.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, ""), said
+    [line] = said.err.splitlines()
+    assert not [word for word in named.split() if word not in line], line
+    assert len(line.replace(str(folder), "")) <= 300 and line.isprintable(), len(line)
+    assert before.items() <= snapshot().items()
+    new = set(folder.rglob("*")) - there
+    assert not [path for path in new if "/." not in str(path.relative_to(folder.parent))]
+
+
+@pytest.mark.parametrize("kind", ["text", "translation"])
+@pytest.mark.parametrize("name", ["thesis.txt", "folder/"])
+def test_a_prepared_folder_with_a_file_of_the_users_is_not_overwritten(
+    kind, name, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    if kind == "translation":
+        number_pairs.write_files(tmp_path / "in", train=60, val=5, test=5, seed=0)
+    else:
+        (tmp_path / "in").mkdir()
+        lines = (json.dumps({"text": f"document {i}"}) + "\n" for i in range(40))
+        (tmp_path / "in/a.jsonl").write_text("".join(lines))
+    arguments = ["prepare", *shlex.split(TEXT if kind == "text" else PAIRS), "--workers", "1"]
+    assert command.main(arguments) == 0
+    path = tmp_path / "out" / name
+    path.mkdir() if name.endswith("/") else path.write_text("my thesis")
+    assert_refused([*arguments, "--overwrite"], f"out/{path.name}", tmp_path, capsys)
+
+
+# --- what a command may replace: a file of this package, nothing without an end -------------------
+
+
+@pytest.mark.parametrize("check", [check_replaceable, lambda path, _: export.export("run", path)])
+def test_only_regular_files_are_replaced(check, tmp_path):
+    """Opening a pipe that nobody writes into waits for ever; a link to nothing makes a file."""
+    pipe, link = tmp_path / "pipe.safetensors", tmp_path / "link.safetensors"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "elsewhere" / "x")
+    for path in (pipe, link):
+        with refused("--out", path):
+            check(path, "--out")
+
+
+def test_no_export_writes_beside_itself_through_a_link(tmp_path):
+    out = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").symlink_to(tmp_path / "thesis.json")
+    for content in (b"", b'12345678{"__metadata__":{"step":"1","which":"last"}'):
+        out.write_bytes(content)
+        with refused("--out", out):
+            export.export("run", out)
+    assert not (tmp_path / "thesis.json").exists()
+
+
+def test_an_empty_file_makes_what_is_beside_it_nobodys(tmp_path):
+    out = tmp_path / "model.safetensors"
+    out.touch()
+    (tmp_path / "config.json").write_text("mine")
+    with refused("--out", out):
+        export.export("run", out)

@@ -126,7 +126,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     path.parent.mkdir(parents=True)
 
     @settings(
-        max_examples=300,
+        max_examples=150,
         deadline=None,
         derandomize=True,
         database=None,

@@ -301,21 +301,21 @@ def all_reduce(program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", PROGRAMS)
-def test_the_programs_of_library_md_learn_and_mixing_pulls_replicas_together(
-    section, capsys, compile_once
-):
-    program, losses, distances = blocks_of(section)[0], {}, {}
+def test_the_programs_of_library_md_learn(section, capsys, compile_once):
+    """With gossip and by all-reduce; without either, replicas of the last are further apart."""
+    program, distances = blocks_of(section)[0], []
     assert sum(bool(line) for line in program.splitlines()) <= 40
-    alone = program.replace("schedule.round_at(t)", "None")
-    variants = {"gossip": program, "alone": alone, "all_reduce": all_reduce(program)}
-    assert "decent_jax" not in variants["all_reduce"]
-    for name, code in variants.items():
+    assert "decent_jax" not in all_reduce(program)
+    programs = [program, all_reduce(program)]
+    if section == [*PROGRAMS][-1]:
+        programs.append(program.replace("schedule.round_at(t)", "None"))
+    for code in programs:
         names = run("docs/library.md", code)
-        losses[name] = float(capsys.readouterr().out.removeprefix("loss "))
-        if name != "all_reduce":
-            distances[name] = float(replicas.consensus_distance(PROGRAMS[section](names)).distance)
-    assert max(losses["gossip"], losses["all_reduce"]) < 0.05
-    assert 0 < distances["gossip"] < distances["alone"] / 3
+        loss = float(capsys.readouterr().out.removeprefix("loss "))
+        assert loss < 0.05 or code is programs[2]
+        if code is not programs[1]:
+            distances.append(replicas.consensus_distance(PROGRAMS[section](names)).distance)
+    assert 0 < distances[0] < distances[-1] / 3 or len(distances) == 1
 
 
 @pytest.mark.slow

@@ -52,11 +52,11 @@ def start(tmp_path_factory, compile_once):
     path = str(tiny.write_config(folder / "config_file.py"))
     with starting(folder) as start_one:
 
-        def start(*runs, devices=2):
+        def start(*runs):
             flags = ["--config", path, *FLAGS, "--workdir"]
             runs = json.dumps([[*flags, str(workdir), *own] for workdir, own in runs])
             program = ["-c", SEVERAL_RUNS, runs]
-            environment = compile_once | {"JAX_NUM_CPU_DEVICES": str(devices)}
+            environment = compile_once | {"JAX_NUM_CPU_DEVICES": "2"}
             port = free_port()
             return [
                 start_one([*program, *cluster_flags(port, 2, index)], **environment)
@@ -128,34 +128,44 @@ def test_two_processes_give_the_model_of_one(two, alone):
     assert "step 1/" in words[0] and "step 1/" not in words[1] and "validation" not in words[1]
 
 
-def test_one_of_two_processes_dies_and_both_resume(start, two):
+@pytest.fixture(scope="module")
+def again(start, two, tmp_path_factory):
+    """(folder, output of both) of two processes started after the death of one.
+
+    They resume "killed"; then two replicas of two devices train "whole", and "stopped" until a
+    signal comes to one of them.
+    """
+    folder = tmp_path_factory.mktemp("again")
+    shards = ["--config.mesh.fsdp=2", "--config.num_replicas=2"]
+    shards = (folder / "whole", shards), (folder / "stopped", shards + SLOW)
+    group = start((two[0] / "killed", two[1]), *shards)
+    wait_for_rows(group, folder / "stopped", 3)
+    group[1].send_signal(signal.SIGTERM)
+    return folder, finish(group, [143, 143])
+
+
+def test_one_of_two_processes_dies_and_both_resume(two, again):
     """The other ends with a sentence; both start again, to the state of the undisturbed run."""
-    folder, planned, words = two
+    folder, _, words = two
     last = words[0].splitlines()[-1]
     assert last.startswith(f"train.py: process 1 ({socket.gethostname()}) was lost: ")
     assert "Traceback" not in words[0]
     killed, whole = folder / "killed", folder / "whole"
-    assert tiny.saved_steps(killed)[-1] < STEPS
-
-    assert "resuming after step" in finish(start((killed, planned)), [0] * 2)
+    assert "resuming after step" in again[1]
     tiny.assert_same_state(killed, whole, STEPS)
     assert [row["step"] for row in tiny.rows(killed)] == list(range(1, STEPS + 1))
     np.testing.assert_array_equal(tiny.losses(killed), tiny.losses(whole))
 
 
-def test_shards_in_two_processes_and_a_signal_to_one_of_them(start, alone, tmp_path):
-    """Four replicas of two devices; after a signal both save one checkpoint, which one resumes."""
-    shards = ["--config.mesh.fsdp=2"]
-    whole, stopped, one = tmp_path / "whole", tmp_path / "stopped", alone("one_peer_exp")
-    group = start((whole, shards), (stopped, shards + SLOW), devices=4)
-    wait_for_rows(group, stopped, 3)
-    group[1].send_signal(signal.SIGTERM)
-    words = finish(group, [143, 143])
+def test_shards_in_two_processes_and_a_signal_to_one_of_them(again, alone):
+    """After a signal both save one checkpoint, which one process resumes."""
+    (folder, words), one = again, alone("one_peer_exp", num_replicas=2)
     assert "a replica is sharded over 2 devices" in words and "Traceback" not in words
-    assert_same_model(whole, one)
+    assert_same_model(folder / "whole", one)
+    stopped = folder / "stopped"
     step = tiny.saved_steps(stopped)[-1]
     assert step < STEPS and f"interrupted after step {step}; a checkpoint is saved" in words
-    assert_same_model(tiny.run(tiny.waves(**CHANGES), stopped), one)
+    assert_same_model(tiny.run(tiny.waves(**CHANGES, num_replicas=2), stopped), one)
 
 
 def test_a_record_that_one_process_cannot_read_ends_both_with_its_sentence(start, tmp_path):
