@@ -36,7 +36,12 @@ Parts = tuple[Array, ...]  # of a message
 
 
 class Codec:
-    """A format of messages. Noise is passed in, so that both kinds of arrays may share one code."""
+    """A format of messages. Noise is passed in, so that both kinds of arrays may share one code.
+
+    seed: of the noise, for methods, which make a key of it for every step; 0 unless a field of it.
+    """
+
+    seed: int = 0
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
         """What `encode` of an array of this shape draws; None: nothing.
@@ -92,6 +97,7 @@ class Int8(Codec):
     mean in each round.
     """
 
+    seed: int = 0
     largest: ClassVar[int] = 127  # code
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
@@ -210,6 +216,12 @@ NAMED: Mapping[str, Codec | None] = {
     "int8": Int8(),
     "int4": Int4(),
 }
+
+
+def named(name: str, seed: int = 0) -> Codec | None:
+    """The format of that name in `NAMED`, whose noise is that of the seed."""
+    codec = NAMED[name]
+    return dataclasses.replace(codec, seed=seed) if isinstance(codec, Int8) else codec
 
 
 def _namespace(x: Any) -> ModuleType:

@@ -15,6 +15,7 @@ from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
 from decent_jax.optim.frame import (
     EarlyMixing,
     Mixing,
+    key_of,
     mean_with_feedback,
     method,
     no_rounds,
@@ -265,7 +266,7 @@ def all_reduce(
         sound = trees.acceptable(given, None)
         all_sound = gossip.mean(sound.astype(jnp.float32), axis_name) == 1
         sent = optax.tree.where(sound, given, optax.tree.zeros_like(given))
-        key = jax.random.fold_in(jax.random.key(0), count)
+        key = key_of(codec, count)
         mean, rest = mean_with_feedback(sent, error, 1.0, axis_name, codec, key)
         lost = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), mean)  # rejected by all
         return optax.tree.where(all_sound, (mean, rest), (lost, error))

@@ -49,6 +49,7 @@ class Parts:
     gradient: applied to gradients first, in the methods with a momentum of their own.
     optimizer: numbers of the local optimizer, for these methods: momentum, b1, b2, eps.
     identical_start: whether all replicas begin with the same parameters.
+    seed: of formats that a method makes by itself; ``codec`` has its own.
     numbers: the method's own, see `Method.numbers`.
     """
 
@@ -62,6 +63,7 @@ class Parts:
     gradient: optax.GradientTransformation | None = None
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     identical_start: bool = True
+    seed: int = 0
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decent_jax import gossip
@@ -234,8 +235,16 @@ class Mixing:
         )
 
     def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
-        """The key of step ``count``, the same on all replicas; None where nothing is coded."""
-        return None if self.codec is None else jax.random.fold_in(jax.random.key(nth), count)
+        """`key_of` this codec."""
+        return key_of(self.codec, count, nth)
+
+
+def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | None:
+    """The key of the codec's seed in step ``count``, the same on all replicas; None without one."""
+    if codec is None:
+        return None
+    words = np.array([codec.seed % 2**32 ^ codec.seed >> 32, nth], np.uint32)
+    return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), count)
 
 
 def mean_with_feedback(

@@ -38,7 +38,8 @@ class Peer:
         self._place, self._secret, self._host = place, secret, host
         peers = place.config["peers"]
         self._roster = RosterLink(roster, secret, peers["silent_s"])
-        self._meetings = Meetings(place.name, Format(peers["wire"]), peers["meet_s"])
+        form = Format(peers["wire"], place.config["seed"])
+        self._meetings = Meetings(place.name, form, peers["meet_s"])
         self._asker = Asker(self._meetings, secret, peers)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._boundary: StepBoundary | None = None  # once the run is open

@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One of `FORMATS`.
+    """One of `FORMATS`, and the seed of the stochastic rounding of ``int8``.
 
     >>> message, sent = Format("bfloat16").encode([np.float32([1.0, 2.001])], seed=(0,))
     >>> Format("bfloat16").decode(message, sent)
@@ -62,6 +62,7 @@ class Format:
     """
 
     name: str
+    seed: int = 0
 
     @property
     def is_lattice(self) -> bool:
@@ -83,11 +84,11 @@ class Format:
         Args:
           copy: floating-point arrays.
           side: of the lattice, see `side`.
-          seed: of the stochastic rounding of ``int8``: the sender and its version.
+          seed: of this message, beside the format's: the sender and its version.
         """
         if self.is_lattice and not np.isfinite(side):
             raise ValueError("a copy to be coded must be finite; lower the learning rate")
-        random, codec = np.random.default_rng(seed), self._codec(side)
+        random, codec = np.random.default_rng((self.seed, *seed)), self._codec(side)
         if codec is None:
             return Message([(x,) for x in copy], side), copy
         draws = self.name == "int8"

@@ -74,10 +74,11 @@ def parts(
         axis_name,
         config.combine,
         config.mix_every,
-        codecs.NAMED[config.comm_dtype],
+        codecs.named(config.comm_dtype, config.seed),
         gradient=optax.chain(clip, decay),
         optimizer=config.optimizer.to_dict(),
         identical_start=config.identical_start,
+        seed=config.seed,
         numbers=numbers,
     )
 

@@ -101,7 +101,10 @@ def test_a_config_file_imports_the_modules_beside_it(call, tmp_path, monkeypatch
     source = "import my_settings\nfrom decent_jax import train\n"
     source += "def get_config(): return train.default_config('my_task')"
     (tmp_path / "mine.py").write_text(source)
-    config = flags.load(str(tmp_path / "mine.py"))
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.py"
+    link.symlink_to(tmp_path / "mine.py")
+    config = flags.load(str(link))
     assert config.task == "my_task" and sys.modules["my_settings"].STEPS == 7
     assert os.environ["PYTHONPATH"].split(os.pathsep) == ["elsewhere", str(tmp_path)]  # for actors
     with refused("task", "my_tusk"):

@@ -26,6 +26,7 @@ def choco(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     identical_start: bool = True,
+    seed: int = 0,
     *,
     compressor: Annotated[str, '"top_k" or "int8"'] = "top_k",
     fraction: Annotated[float, 'part of each array that "top_k" sends, in (0, 1]'] = 0.1,
@@ -51,6 +52,7 @@ def choco(
       inner, schedule, axis_name: as in `decentralized`.
       identical_start: public copies begin at the parameters, which are then the same on all
         replicas; False: at zero, as in the paper.
+      seed: of the rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
       fraction: how much of each array ``"top_k"`` sends, in (0, 1].
       gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
@@ -66,7 +68,7 @@ def choco(
     """
     if not 0 < gamma <= 1:
         raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
-    codec = compressor_of(compressor, fraction)
+    codec = compressor_of(compressor, fraction, seed)
     require.static_messages("choco", schedule)
     mixing = frame.Mixing(schedule, axis_name, codec, "choco")
 
@@ -93,11 +95,11 @@ def choco(
     return frame.method(inner, step, frame.filled(ChocoState, begin))
 
 
-def compressor_of(name: str, fraction: float) -> Codec:
-    """The format of that name."""
+def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:
+    """The format of that name, whose noise is that of the seed."""
     if not 0 < fraction <= 1:
         raise ValueError(f"choco.fraction must be above 0 and at most 1, got {fraction}")
-    named = {"top_k": TopK(fraction), "int8": Int8()}
+    named = {"top_k": TopK(fraction), "int8": Int8(seed)}
     if name not in named:
         raise ValueError(f"choco.compressor must be one of {', '.join(named)}, got {name!r}")
     return named[name]
