@@ -105,7 +105,7 @@ def load(path_and_arguments: str) -> ConfigDict:
     if path is None:
         known = "" if name.endswith(".py") else f"; the package has {', '.join(CONFIGS)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
-    folder = str(Path(path).absolute().parent)
+    folder = str(Path(path).resolve().parent)  # of a link, where it leads, as Python does
     if folder not in sys.path:
         sys.path.append(folder)
         inherited = os.environ.get("PYTHONPATH", "")  # by peers and cells on this machine

@@ -9,17 +9,6 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-UPDATES = [
-    f"{name}, {how}" for name in ("adamw", "accum_adamw") for how in ("guarded", "unguarded")
-]
-NAMES = {
-    "update": ["copy", *UPDATES],
-    "gpt2": ["plain optax", "all_reduce", "gossip", "gossip, 8 replicas", "gossip, 64 sequences"],
-    "formats": ["bfloat16", "int8", "int4"],
-    "resnet50": ["plain optax", "all_reduce"],
-    "trace": ["gossip"],
-    "messages": ["no messages", "one_peer_exp", "all_reduce", "one_peer_exp 0", "hypercube 0"],
-}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from test_peers_law import meeting
 
 from decent_jax import optim, simulate, topology
-from decent_jax.peers.rule import FORMATS, Format, Meetings
+from decent_jax.peers.rule import FORMATS, Format, Meetings, sent_of
 
 D = 37
 
@@ -89,6 +89,14 @@ def test_it_is_the_simulated_recursion():
     x, came_about = replayed("float32", sequence, x0, noise)
     assert came_about == 300
     np.testing.assert_allclose(x, wanted.models, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_seed_of_a_run_decides_what_its_copies_are_rounded_by(name):
+    copy = [np.linspace(0, 1, 200, dtype=np.float32)]
+    first, again, other = (sent_of(Format(name, s), "1.0", 2, copy, 0.01) for s in (3, 3, 2**40))
+    np.testing.assert_array_equal(first, again)
+    assert (first[0] != other[0]).any() == (name == "int8")
 
 
 @pytest.mark.usefixtures("x64")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,9 @@ import small_runs
 import tiny
 from refusals import refused
 
+from decent_jax import topology
 from decent_jax.ground.format import format_number
+from decent_jax.optim import METHODS
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
@@ -54,6 +57,43 @@ def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
     }[name]
     sent = summary["bytes_sent_per_step"]
     assert sent == pytest.approx(4 * summary["parameters"] * factor, rel=0.03)
+
+
+DRAWS = [name for name, method in METHODS.items() if "codec" in method.takes] + ["choco"]
+
+
+@pytest.mark.filterwarnings("ignore:d2 on bidirectional_ring")  # at the bound of D2
+def test_the_seed_decides_what_messages_are_rounded_by():
+    """Of every method whose messages draw; in float32 it changes nothing."""
+    x = jax.random.normal(jax.random.key(1), (4, 60))
+    x = {name: x if name != "choco" else x[:1].repeat(4, axis=0) for name in DRAWS}
+
+    def after_two_steps(seed, comm_dtype):
+        txs = {}
+        for name in DRAWS:
+            coded = comm_dtype if name != "choco" else "float32"
+            config = tiny.waves(algorithm=name, seed=seed, comm_dtype=coded)
+            config.choco.compressor = "int8" if comm_dtype == "int8" else "top_k"
+            config.optimizer.decoupled = name != "quasi_global_sgd"
+            graph = "complete" if name == "diloco" else "bidirectional_ring"
+            txs[name] = algorithm.transformation(config, topology.make(graph, 4), 0.1)
+        one = harness.step_of(harness.together(txs), lambda x: jax.tree.map(jnp.cos, x), 0)
+
+        @jax.jit
+        def run(x):
+            carry = x, jax.vmap(harness.together(txs).init)(x)
+            for _ in range(2):
+                carry = jax.vmap(one, axis_name="replica")(*carry)
+            return carry[0]
+
+        return jax.tree.map(np.asarray, run(x))
+
+    first, again, other = (after_two_steps(seed, "int8") for seed in (3, 3, 2**40))
+    plain = [after_two_steps(seed, "float32") for seed in (3, 2**40)]
+    for name in DRAWS:
+        np.testing.assert_array_equal(first[name], again[name], err_msg=name)
+        assert (first[name] != other[name]).mean() > 0.5, name
+        np.testing.assert_array_equal(plain[0][name], plain[1][name], err_msg=name)
 
 
 def test_gamma_falls_with_the_learning_rate():
