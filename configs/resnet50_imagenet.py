@@ -16,8 +16,7 @@ Differences from the reference: it decayed the scales of four batch norms by mis
 replica's own model on its own share of the validation set (here: the consensus model on all of it),
 and computed in float16 with loss scaling (here: bfloat16).
 
-Data: ImageNet's own archives, prepared once by TFDS, which needs TensorFlow for it:
-    tfds build imagenet2012 --manual_dir=ARCHIVES --data_dir=data --file_format=array_record
+Data: ImageNet's own archives, prepared once by TFDS; docs/images.md has the command.
 Command (32 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/resnet50_imagenet.py:accum_adam --workdir runs/resnet50
 On another number of GPUs set num_replicas. `:accum_adam,runlocal` shrinks everything for a laptop,

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             return 130
     for line in kind.report(manifest):
         print(line)
-    if manifest.get("left_out"):
+    if manifest["left_out"]:
         print(f"left out, of other kinds: {counted(manifest['left_out'])}")
     print(f"wrote {out}")
     return 0

@@ -1,7 +1,10 @@
 """Files as bytes, and what can go wrong while they are read as one sentence."""
 
+import bz2
 import contextlib
 import gzip
+import io
+import lzma
 import os
 import tarfile
 import zlib
@@ -10,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from decent_jax.ground import extras
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes
 
@@ -20,7 +24,7 @@ def as_paths(given: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 def files_below(
-    folder: str | Path, reads: Callable[[str], bool], left_out: Counter[str]
+    folder: str | Path, reads: Callable[[str], Any], left_out: Counter[str]
 ) -> Iterator[str]:
     """The files of a folder and its subfolders that ``reads(name)`` says are read.
 
@@ -89,8 +93,8 @@ def one_sentence(place: str | Path) -> Iterator[None]:
         raise DataError(
             f"{place}: the compressed file is cut short; fetch or compress it again"
         ) from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{place}: not a valid gzip file ({error})") from None
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{place}: not a valid compressed file ({error})") from None
     except tarfile.TarError as error:
         raise DataError(f"{place}: the archive is cut short or damaged ({error})") from None
     except OSError as error:
@@ -120,13 +124,32 @@ def objects_within(tree: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """`with opened(path) as (file, raw)`: the bytes, unpacked from a .gz, and the file itself."""
+    """`with opened(path) as (file, raw)`: the bytes, decompressed by the name, and the file itself.
+
+    pyarrow, of the extra ``text``, decompresses .zst.
+    """
     with open(path, "rb") as raw:
-        if path.name.lower().endswith((".gz", ".tgz")):
-            with gzip.open(raw) as file:
-                yield file, raw  # type: ignore
-        else:
+        if (open_packed := _OPEN.get(path.suffix.lower())) is None:
             yield raw, raw
+            return
+        with open_packed(raw) as file:
+            yield file, raw
+
+
+def _open_zst(raw: IO[bytes]) -> io.BufferedReader:
+    extras.need("text", "pyarrow")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
+
+
+_OPEN: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".tgz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zst,
+}
 
 
 def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:

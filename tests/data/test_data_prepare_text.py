@@ -1,8 +1,11 @@
 """`prepare text` end to end: every format and every message."""
 
+import bz2
 import gzip
 import hashlib
 import json
+import lzma
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +14,7 @@ import pytest
 from datafiles import DATA, gpt2_files
 from refusals import refuses
 
+from decent_jax.commands.prepare import main
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.prepare_text import prepare
 from decent_jax.ground.errors import DataError
@@ -42,9 +46,6 @@ def contents(folder):
 def test_every_format_gives_the_same_documents(tmp_path):
     write_jsonl(tmp_path / "a/x.jsonl", TEXTS[:20])
     write_jsonl(tmp_path / "a/deeper/y.jsonl.gz", TEXTS[20:])
-    (tmp_path / "a/.hidden").mkdir()
-    write_jsonl(tmp_path / "a/.hidden/z.jsonl", ["not this"])
-    (tmp_path / "a/readme.md").write_text("not this")
     table = pa.table({"id": list(range(len(TEXTS))), "text": TEXTS})
     (tmp_path / "b.parquet").write_bytes(parquet(table))
     (tmp_path / "c").mkdir()
@@ -75,6 +76,80 @@ def test_every_format_gives_the_same_documents(tmp_path):
         assert str(tmp_path) not in (out / "manifest.json").read_text()
         if given == "a":
             assert manifest["inputs"] == ["a/x.jsonl", "a/deeper/y.jsonl.gz"]
+
+
+PACK = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": pa.Codec("zstd").compress,
+}
+READ = {  # a file of one document: its name, and how it is packed
+    f"{name}.{packed}".rstrip("."): packed
+    for name in ("a.txt", "b.jsonl", "c.ndjson", "d.JSONLINES")
+    for packed in ("", *PACK)
+}
+LEFT_OUT = {
+    "e.csv": ".csv",
+    "deep/f.json": ".json",
+    "g.jsonl.lz4": ".jsonl.lz4",
+    "h.md": ".md",
+    "README": "without a suffix",
+    ".i.txt": "hidden",
+    ".git/j.txt": "hidden",
+    "k.txt.zip": ".txt.zip",
+}
+
+
+def test_a_folder_is_read_or_counted(tmp_path, capsys):
+    """Packed files, other names of JSON lines, links; each real folder and file once."""
+    folder, wanted = tmp_path / "in", []
+    (folder / "deep").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    for name, packed in READ.items():
+        wanted.append(f"document of {name} é")
+        text = wanted[-1] if ".txt" in name else json.dumps({"text": wanted[-1]}) + "\n"
+        data = text.encode()
+        data = PACK[packed](data) if packed else data
+        (folder / name).write_bytes(bytes(data))
+    for name in LEFT_OUT:
+        (folder / name).write_bytes(b"{}")
+    (folder / "gone.txt").symlink_to("nowhere")
+    (folder / "again.txt").symlink_to("a.txt")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/x.txt").write_text("linked")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "link too").symlink_to(tmp_path / "elsewhere")
+    (folder / "deep/loop").symlink_to(folder)
+    out = tmp_path / "out"
+    given = ["--input", str(folder), "--out", str(out), "--tokenizer", "bytes"]
+    assert main(["text", *given, "--val_fraction", "0.3"]) == 0
+    assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted([*wanted, "linked"])
+    counts = Counter([*LEFT_OUT.values(), ".txt"])
+    assert token_folder.read_manifest(out)["left_out"] == counts
+    said = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("left out"))
+    assert all(f"{count} {kind}" in said for kind, count in counts.items())
+
+
+@pytest.mark.parametrize("packed", PACK)
+def test_a_packed_file_that_is_cut_or_no_such_file(packed, tmp_path):
+    data = bytes(PACK[packed](json.dumps({"text": "a" * 5000 + "é"}).encode() * 3))
+    for content in (data[:-9], data[: len(data) // 2], b'{"text": "a"}\n'):
+        (tmp_path / f"x.jsonl.{packed}").write_bytes(content)
+        with refuses(f"x.jsonl.{packed}", error=DataError):
+            prepare([tmp_path / f"x.jsonl.{packed}"], tmp_path / "out", "bytes")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())],
+)
+def test_every_kind_of_strings_of_parquet(kind, tmp_path):
+    table = pa.table({"id": [1, 2, 3], "text": pa.array(["a", "b", "é"]).cast(kind)})
+    (tmp_path / "x.parquet").write_bytes(parquet(table))
+    prepare([tmp_path / "x.parquet"], tmp_path / "out", "bytes", val_fraction=0.5)
+    found = texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val")
+    assert sorted(found) == ["a", "b", "é"]
 
 
 def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
@@ -170,10 +245,14 @@ def parquet(table, damaged=False):
     return data[:50] + b"\xff" * 900 + data[950:] if damaged else data
 
 
+def twice():
+    return pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+
+
 CASES = {  # the file, its content, what the refusal names
     "missing path": ("none.jsonl", None, "none.jsonl"),
     "extension": ("x.csv", b"a,b", "x.csv"),
-    "no readable file": ("folder/x.md", b"a", "folder"),
+    "no readable file": ("folder/x.md", b"a", "folder", "1 .md"),
     "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "x.jsonl, line 3"),
     "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', "line 2"),
     "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', "line 2:", "'text'", "'b'"),
@@ -185,6 +264,8 @@ CASES = {  # the file, its content, what the refusal names
     "no parquet": ("x.parquet", b"abc", "x.parquet"),
     "null in parquet": ("x.parquet", parquet(pa.table({"text": ["a", None]})), "row 1", "'text'"),
     "numbers in parquet": ("x.parquet", parquet(pa.table({"text": [1, 2]})), "'text'", "int64"),
+    "bytes in parquet": ("x.parquet", parquet(pa.table({"text": [b"a"]})), "'text'", "binary"),
+    "two columns": ("x.parquet", parquet(twice()), "2 columns 'text'"),
     "no column": ("x.parquet", parquet(pa.table({"body": ["a"]})), "'text'", "'body'"),
     "utf-8 in parquet": ("x.parquet", parquet(one_byte(b"\xff")), "row 0"),
     "damaged parquet": ("x.parquet", parquet(pa.table({"text": TEXTS}), True), "x.parquet"),

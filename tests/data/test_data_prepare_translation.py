@@ -9,6 +9,7 @@ import mini_wmt14
 import pytest
 from refusals import refuses
 
+from decent_jax.commands.prepare import main
 from decent_jax.data.translation import pair_folder, sentence_pairs, subwords
 from decent_jax.data.translation.number_pairs import write_files
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
@@ -144,6 +145,28 @@ def test_filters_by_hand(tmp_path, monkeypatch):
     assert TranslationPairs(tmp_path / "out", "val").sentences(0) == ["good morning", "y"]
     assert len(TranslationPairs(tmp_path / "out", "test")) == 2
     assert sum(counts.values()) + len(good + fine) + 2 + 2 == len(pairs) + len(val) + 2
+
+
+def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
+    folder = mini_wmt14.write_files(tmp_path / "in", end="")
+    for name in ("train2.en", "train.fr", "test.en.zst", ".hidden"):
+        (folder / name).write_bytes(b"")
+    (folder / "old").mkdir()
+    given = ["--input", str(folder), "--out", str(tmp_path / "out"), "--vocab_size", str(VOCAB)]
+    assert main(["translation", *given, "--source_lang", "en", "--target_lang", "de"]) == 0
+    wanted = {".en": 1, ".fr": 1, ".en.zst": 1, "hidden": 1, "folder old": 1}
+    assert pair_folder.read_manifest(tmp_path / "out")["left_out"] == wanted
+    assert "1 .en.zst" in capsys.readouterr().out
+
+
+def test_only_whole_entities_of_sgml_are_signs(tmp_path):
+    folder = mini_wmt14.write_archives(tmp_path / "in")
+    text = b"<seg>a?b&copy=2&lt;&notit; &amp;lt; &#228;&auml;&unknown; AT&T</seg>"
+    members = {f"newstest2013-{s}.{x}.sgm": text for s in ("src", "ref") for x in ("en", "de")}
+    (folder / "dev.tgz").write_bytes(gzip.compress(mini_wmt14.tar_bytes(members)))
+    (source,) = sentence_pairs.find_inputs([folder], ("en", "de")).val
+    (lines,) = source.blocks()
+    assert lines.source[0].decode() == "a?b&copy=2<&notit; &lt; ää&unknown; AT&T"
 
 
 def test_a_share_of_the_training_pairs(tmp_path):

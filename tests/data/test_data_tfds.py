@@ -106,7 +106,8 @@ def test_sentence_pairs_of_each_split(folders):
 
 
 def test_documents_of_the_split_train(folders):
-    sources = documents.find_sources([folders["texts"]])
+    sources, left_out = documents.find_sources([folders["texts"]])
+    assert not left_out
     found = [documents.documents(c, "text") for c in documents.chunks(sources, "text")]
     assert {text for texts in found for text in texts} == {row["text"] for row in TEXTS["train"]}
     with refuses("'body'", "'text'", error=DataError):

@@ -6,14 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers as hf
 from datafiles import gpt2_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
 
+from decent_jax.commands.prepare import main
 from decent_jax.data.text import tokenizers
 from decent_jax.data.text.prepare_text import prepare
-from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.ground.errors import DataError
 
 
@@ -58,6 +59,14 @@ def test_lone_surrogates_and_torn_characters(name, gpt2):
     text = json.loads('"\\ud83d\\ude42 and \\ud800"') + "\ud83d\ude42"
     assert tokenizer.decode(tokenizer.encode(text)) == "🙂 and �🙂"
     assert "�" in tokenizer.decode(tokenizer.encode("🙂")[:1])
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.sampled_from(["", "a", "\n"]), st.text(" \n\t", min_size=1, max_size=3), st.data())
+def test_long_runs_of_white_characters_have_gpt2s_ids(gpt2, before, white, data):
+    count = data.draw(st.sampled_from([8191, 8192, 8193, 8194, 65535, 65536]))
+    text = before + (white * count)[:count] + "word"
+    assert gpt2.encode(text).tolist() == gpt2._encoding.encode_ordinary(text)
 
 
 def test_a_million_white_characters(gpt2):
@@ -109,65 +118,192 @@ def test_gpt2_is_read_by_transformers(gpt2, tmp_path):
     assert read.eos_token_id == gpt2.end_of_text
 
 
-def small_tokenizer(path, size=0, end="</s>"):
-    """A tokenizer.json of words, with `size` words that no text has."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
-    words = ["<unk>", "to", "be", "or", "not", *(f"w{i}" for i in range(size))]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([end])
+# --- tokenizer.json: one end per document, whatever tokenizer and text ----------------------------
+
+CORPUS = ["the fox and the dog", "dogs </s> foxes, and a <b> time", "Été </S> naïve 🙂"] * 3
+ENDS = ("</s>", "<|endoftext|>", "[EOS]")
+
+
+def built(kind, end, **options):
+    """A tokenizer.json of a kind, as its content; its model may know the end, too."""
+    models, trainers, before = hf.models, hf.trainers, hf.pre_tokenizers
+    special = ["<unk>", end] if options["in_model"] else ["<unk>"]
+    more = {"vocab_size": 320, "special_tokens": special, "show_progress": False}
+    if kind == "byte-level":
+        made = hf.Tokenizer(models.BPE(ignore_merges=options["ignore_merges"]))
+        made.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
+        made.decoder = hf.decoders.ByteLevel()
+        alphabet = before.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **more)
+    elif kind == "metaspace":
+        made = hf.Tokenizer(models.BPE(unk_token="<unk>"))
+        made.pre_tokenizer = before.Metaspace()
+        trainer = trainers.BpeTrainer(**more)
+    elif kind == "Unigram":
+        made = hf.Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(unk_token="<unk>", **more)
+    elif kind == "WordPiece":
+        made = hf.Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.pre_tokenizer = before.WhitespaceSplit()
+        trainer = trainers.WordPieceTrainer(**more)
+    else:
+        made = hf.Tokenizer(models.WordLevel(unk_token="<unk>"))
+        made.pre_tokenizer = before.WhitespaceSplit()
+        trainer = trainers.WordLevelTrainer(**more)
+    if options["normalizer"]:
+        made.normalizer = getattr(hf.normalizers, options["normalizer"])()
+    made.train_from_iterator([*CORPUS, *(f"w {end} {x}" for x in CORPUS)], trainer)
+    (made.add_special_tokens if options["special"] else made.add_tokens)([end])
+    if options["begins"]:
+        made.post_processor = hf.processors.TemplateProcessing(
+            single="<unk> $A", special_tokens=[("<unk>", made.token_to_id("<unk>"))]
+        )
+    if options["padded"]:
+        made.enable_padding(length=9)
+        made.enable_truncation(3)
+    saved = json.loads(made.to_str())
+    if options["dropout"] and "dropout" in saved["model"]:
+        saved["model"]["dropout"] = 0.5
+    return json.dumps(saved).encode()
+
+
+def exported(tokenizer):
+    """What `AutoTokenizer` makes of the exported files."""
+    files = tokenizer.hf_files()
+    made = hf.Tokenizer.from_str(files["tokenizer.json"].decode())
+    made.encode_special_tokens = json.loads(files["tokenizer_config.json"])["split_special_tokens"]
+    return made
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["byte-level", "metaspace", "Unigram", "WordPiece", "WordLevel"]),
+    st.sampled_from(ENDS),
+    st.fixed_dictionaries(
+        {
+            name: st.booleans()
+            for name in ("in_model", "special", "begins", "padded", "dropout", "ignore_merges")
+        }
+        | {"normalizer": st.sampled_from([None, "Lowercase", "NFKC"])}
+    ),
+    st.lists(st.text("the fox </s>SENDOF|[]T<>😀é\n", max_size=30), max_size=4),
+)
+def test_a_document_has_one_end_and_the_export_the_same_ids(kind, end, options, texts):
+    """Also where the text holds the end, in this spelling or in one that is normalised to it."""
+    texts = [*texts, end, f"a {end}b", f"{end} {end.upper()}{end}", end.translate({60: "\uff1c"})]
+    content = built(kind, end, **options)
+    tokenizer = tokenizers.HFTokenizer(content, end)
+    bare = json.dumps(json.loads(content) | {"post_processor": None}).encode()
+    assert tokenizers.HFTokenizer(bare, end).files == tokenizer.files  # nothing before a text
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.files == tokenizer.files and again.end_of_text == tokenizer.end_of_text
+    assert tokenizer.decode([tokenizer.end_of_text]).strip() == end
+    other = exported(tokenizer)
+    for text in texts:
+        ids = tokenizer.encode(text).tolist()
+        assert tokenizer.end_of_text not in ids
+        assert other.encode(text).ids == ids == again.encode(text).tolist()
+        if kind == "byte-level" and options["normalizer"] is None:
+            assert tokenizer.decode(ids) == text
+
+
+def test_without_an_end_in_the_text_the_ids_are_the_files_own():
+    none = dict.fromkeys(("begins", "padded", "dropout", "ignore_merges", "normalizer"), False)
+    for kind in ("byte-level", "metaspace", "Unigram", "WordPiece", "WordLevel"):
+        content = built(kind, "</s>", in_model=True, special=True, **none)
+        wanted = hf.Tokenizer.from_str(content.decode())
+        for text in ("the fox and a dog", "naïve < / s >", ""):
+            assert tokenizers.HFTokenizer(content).encode(text).tolist() == wanted.encode(text).ids
+
+
+def words(path, *tokens, special=(), more=0):
+    """A tokenizer.json of words, in a file."""
+    names = ["<unk>", "to", "be", "or", "not", *tokens, *(f"w{i}" for i in range(more))]
+    made = hf.Tokenizer(hf.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(list(special))
+    path.parent.mkdir(parents=True, exist_ok=True)
     made.save(str(path))
     return path
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(0, "uint16"), (70_000, "uint32")])
-def test_a_tokenizer_of_hugging_face(tmp_path, size, dtype):
+# words, special tokens, eos_token of tokenizer_config.json, --end_of_text: the end, or what a
+# refusal names
+WHICH = {
+    "one special": ([], ["</s>"], None, None, "</s>"),
+    "special before plain": (["</s>"], ["<eos>"], None, None, "<eos>"),
+    "plain, alone": (["</s>"], ["[BOS]"], None, None, "</s>"),
+    "configured": ([], ["[EOS]", "[BOS]"], "[EOS]", None, "[EOS]"),
+    "configured as an object": ([], ["[EOS]"], {"content": "[EOS]"}, None, "[EOS]"),
+    "configured of two": ([], ["</s>", "<eos>"], "<eos>", None, "<eos>"),
+    "configured against plain": (["</s>"], ["<end>"], "<end>", None, "<end>"),
+    "named": ([], ["<end>"], None, "<end>", "<end>"),
+    "named against all": (["not"], ["</s>", "<eos>"], "<eos>", "</s>", "</s>"),
+    "two special": ([], ["</s>", "<eos>"], None, None, ("</s>, <eos>", "--end_of_text")),
+    "two plain": (["</s>", "<eos>"], [], None, None, ("</s>, <eos>", "--end_of_text")),
+    "contradiction": ([], ["</s>", "<end>"], "<end>", None, ("</s>", "<end>")),
+    "configured, unknown": ([], ["</s>"], "<end>", None, ("</s>", "<end>")),
+    "none": ([], ["<end>"], None, None, ("</s>", "--end_of_text")),
+    "named, unknown": ([], ["</s>"], None, "<end>", ("<end>",)),
+}
+
+
+@pytest.mark.parametrize("case", WHICH)
+def test_which_token_ends_a_document(case, tmp_path):
+    plain, special, eos, named, wanted = WHICH[case]
+    path = words(tmp_path / "tokenizer.json", *dict.fromkeys(plain), special=special)
+    if eos:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    if isinstance(wanted, tuple):
+        with refuses(path, *wanted, error=DataError):
+            tokenizers.load(str(path), end_of_text=named)
+    else:
+        found = tokenizers.load(str(path), end_of_text=named)
+        assert found.decode([found.end_of_text]) == wanted
+
+
+@pytest.mark.parametrize(("more", "dtype"), [(0, "uint16"), (70_000, "uint32")])
+def test_a_tokenizer_of_hugging_face(tmp_path, more, dtype, capsys):
     """Prepared, read back, and the folder needs nothing else; ids beyond 65,535 survive."""
-    path = small_tokenizer(tmp_path / "words.json", size)
-    last = f"w{size - 1}" if size else "not"
-    (tmp_path / "book.txt").write_text(f"to be or not to be </s> {last} or {last}")
-    manifest = prepare(tmp_path / "book.txt", tmp_path / "out", str(path), val_fraction=0.3)
+    path = words(tmp_path / "words.json", special=["<end>"], more=more)
+    last = f"w{more - 1}" if more else "not"
+    (tmp_path / "book.txt").write_text(f"to be or not to be <end> {last} or {last}")
+    out = tmp_path / "out"
+    given = ["text", "--input", str(tmp_path / "book.txt"), "--out", str(out), "--val_fraction=0.3"]
+    assert main([*given, "--tokenizer", "gpt2", "--end_of_text", "<end>"]) == 2
+    assert main([*given, "--tokenizer", str(path), "--end_of_text", "<end>"]) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["dtype"] == f"{dtype}, little-endian"
-    tokenizer = tokenizers.from_manifest(tmp_path / "out")
-    assert tokenizer.vocab_size == 6 + size and tokenizer.end_of_text == 5 + size
-    windows = TokenWindows(tmp_path / "out" / "val.bin", 3)
-    assert windows.num_tokens == 4  # and the end of the text
-    assert windows[0].tolist() == [4 + size, 3, 4 + size, tokenizer.end_of_text]
-    train = TokenWindows(tmp_path / "out" / "train.bin", 7)[0]
-    assert tokenizer.end_of_text not in train[:-1].tolist()  # the text of the separator is text
-    assert pickle.loads(pickle.dumps(tokenizer)).encode("be not").tolist() == [2, 4]
-    assert read_by_transformers(tokenizer, tmp_path)("be not")["input_ids"] == [2, 4]
+    tokenizer = tokenizers.from_manifest(out)
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (6 + more, 5 + more)
+    ids = np.fromfile(out / "train.bin", dtype), np.fromfile(out / "val.bin", dtype)
+    assert [(x == tokenizer.end_of_text).sum() for x in ids] == [1, 1]
+    assert tokenizer.decode(ids[1]).split() == [last, "or", last, "<end>"]
     with refuses(99_999):
         tokenizer.decode([99_999])
+
+
+def test_an_end_that_cannot_be_kept_out_is_refused_with_its_file(tmp_path):
+    path = words(tmp_path / "words.json", "#")
+    (tmp_path / "a.txt").write_text("to be # or not")
+    with refuses("a.txt", "'#'", "--end_of_text", error=DataError):
+        prepare(tmp_path / "a.txt", tmp_path / "out", str(path), end_of_text="#")
 
 
 MERGES = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "aa": 2}, "merges": ["a a", "aa a"]}
 
 
-def test_files_that_are_no_tokenizer(tmp_path):
-    path = small_tokenizer(tmp_path / "words.json", end="stop")
-    with refuses(path, "</s>", error=DataError):
+@pytest.mark.parametrize("content", ["{}", "[]", "", "\xff", json.dumps({"model": MERGES})])
+def test_files_that_are_no_tokenizer(content, tmp_path):
+    path = tmp_path / "words.json"
+    with refuses("words.json", error=DataError):
         tokenizers.load(str(path))
-    for content in ("{}", json.dumps({"model": MERGES})):
-        path.write_text(content)
-        with refuses(path, error=DataError):
-            tokenizers.load(str(path))
-    with refuses("none.json", error=DataError):
-        tokenizers.load(str(tmp_path / "none.json"))
-
-
-def test_a_tokenizer_s_padding_and_truncation_are_left_out(tmp_path):
-    """They are for batches; a document has the tokens that it has."""
-    path = small_tokenizer(tmp_path / "words.json")
-    wanted = tokenizers.load(str(path)).encode("to be or not").tolist()
-    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
-    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"}
-    cut = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
-    saved = json.loads(path.read_text()) | {"padding": padding, "truncation": cut}
-    path.write_text(json.dumps(saved))
-    assert tokenizers.load(str(path)).encode("to be or not").tolist() == wanted
+    path.write_text(content, encoding="latin-1")
+    with refuses(path, error=DataError):
+        tokenizers.load(str(path))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with refuses("tokenizer_config.json", error=DataError):
+        tokenizers.load(str(words(tmp_path / "tokenizer.json", special=["</s>"])))
 
 
 def test_from_manifest(gpt2, tmp_path):

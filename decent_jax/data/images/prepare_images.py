@@ -129,7 +129,7 @@ Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg, and whatev
 decodes) and folders of TFDS stored as array_record. Files of other kinds are counted.
 """
 EXAMPLE = """\
-example:
+example, a folder of photographs:
   decent-jax prepare images --input photographs/ --out data/photographs
 
 OUT appears when it is whole, and needs as much space as the images. After a kill, start the same

@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt, .jsonl (both also .gz), .parquet, folders of TFDS.
+"""Text files as streams of documents: .txt, .jsonl (both also packed), .parquet, folders of TFDS.
 
 `chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
 worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
@@ -9,12 +9,21 @@ import dataclasses
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line, short
+from decent_jax.data.reading import (
+    counted,
+    files_below,
+    one_sentence,
+    opened,
+    read_at_most,
+    read_line,
+    short,
+)
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shorten, shown
@@ -24,15 +33,15 @@ CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
 ROWS = 256  # of a parquet chunk
 
+_LINES = (".jsonl", ".ndjson", ".jsonlines")  # names of one format
+_PACKED = ("", ".gz", ".bz2", ".xz", ".zst")
 _KINDS = {
-    ".txt": "txt",
-    ".txt.gz": "txt",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
+    **{f".txt{packed}": "txt" for packed in _PACKED},
+    **{f"{name}{packed}": "jsonl" for name in _LINES for packed in _PACKED},
     ".parquet": "parquet",
 }
 _NAMED = (".md", ".py", ".html", ".rst", ".tex")  # text, too, but only where the file is named
-_READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz or .parquet"
+_READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(_PACKED[1:])}) or .parquet"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,36 +72,45 @@ class Chunk:
     offset: int = 0
 
 
-def find_sources(inputs: Iterable[Path]) -> list[DocumentSource]:
+def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[str]]:
     """The readable files under `inputs`, folders in sorted order, each file once.
 
-    Hidden files and folders are skipped.
+    Returns:
+      The files, and how many of each kind the folders hold that are not read.
 
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.
     """
     found: dict[Path, DocumentSource] = {}
+    left_out: Counter[str] = Counter()
     for given in inputs:
         if tfds_folder.is_tfds(given):
             split = _tfds_split(given, {})
             sources = [DocumentSource(given, "tfds", split.name, split.size)]
         elif given.is_dir():
-            sources = list(_walk(given))
+            own: Counter[str] = Counter()
+            name = Path(os.path.abspath(given)).name
+            sources = [
+                _file(given / path, f"{name}/{path}", _KINDS[_suffix(path)])
+                for path in files_below(given, _suffix, own)
+            ]
             if not sources:
+                there = f" (there are {counted(own)})" if own else ""
                 raise DataError(
-                    f"{given}: holds no {_READABLE} file and was not prepared by TFDS; of other"
-                    f" kinds of text name the files: {given}/*{_NAMED[0]}"
+                    f"{given}: holds no {_READABLE} file{there} and was not prepared by TFDS; of"
+                    f" other kinds of text name the files: {given}/*{_NAMED[0]}"
                 )
+            left_out += own
         elif given.exists():
-            kind = _kind(given) or ("txt" if given.suffix.lower() in _NAMED else None)
-            if kind is None:
+            kind = _KINDS.get(_suffix(given.name))
+            if kind is None and given.suffix.lower() not in _NAMED:
                 raise DataError(f"{given}: not a {_READABLE} file, nor one of {', '.join(_NAMED)}")
-            sources = [_file(given, given.name, kind)]
+            sources = [_file(given, given.name, kind or "txt")]
         else:
             raise DataError(f"{given}: no such file or folder")
         for source in sources:  # one that is given twice is read once
             found.setdefault(source.path.resolve(), source)
-    return list(found.values())
+    return list(found.values()), left_out
 
 
 def check_sources(
@@ -140,24 +158,9 @@ def documents(chunk: Chunk, field: str) -> list[str]:
         return chunk.data
 
 
-def _walk(folder: Path) -> Iterator[DocumentSource]:
-    name = Path(os.path.abspath(folder)).name
-
-    def fail(error: OSError):
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
-
-    for here, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for file in sorted(files):
-            path = Path(here, file)
-            kind = _kind(path)
-            if not file.startswith(".") and kind and path.is_file():
-                yield _file(path, str(name / path.relative_to(folder)), kind)
-
-
-def _kind(path: Path) -> str | None:
-    name = path.name.lower()
-    return next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
+def _suffix(name: str) -> str:
+    """The suffix by which a file is read, "" if it is not."""
+    return next((suffix for suffix in _KINDS if name.lower().endswith(suffix)), "")
 
 
 def _file(path: Path, name: str, kind: str) -> DocumentSource:
@@ -263,6 +266,9 @@ def _check_column(path: Path, schema: Any, field: str) -> None:
 
     if field not in schema.names:
         raise _lacks(path, "column", field, schema.names)
+    if (count := schema.names.count(field)) > 1:
+        raise DataError(f"{path}: has {count} columns {field!r}; rename all but one of them")
     kind = schema.field(field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    held = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if held not in (pa.string(), pa.large_string(), pa.string_view()):
         raise DataError(f"{path}: column {field!r} holds {kind}, not strings")

@@ -34,6 +34,7 @@ def prepare(
     tokenizer: str = "gpt2",
     *,
     tokenizer_path: str | Path | None = None,
+    end_of_text: str | None = None,
     val_fraction: float = 0.0005,
     val_inputs: str | Path | Iterable[str | Path] = (),
     text_field: str = "text",
@@ -52,6 +53,7 @@ def prepare(
       out: the folder to make.
       tokenizer: `"gpt2"`, `"bytes"`, or the path of a tokenizer.json of Hugging Face.
       tokenizer_path: folder with GPT-2's `encoder.json` and `vocab.bpe`; None downloads them.
+      end_of_text: the token of a tokenizer.json that ends a document, where it is not plain.
       val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
         file, which is one document, its last part.
       val_inputs: files and folders for `val.bin`; `val_fraction` is then ignored.
@@ -69,9 +71,9 @@ def prepare(
     """
     if not 0 < val_fraction < 1:
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    codec = tokenizers.load(tokenizer, tokenizer_path)
-    sources = documents.find_sources(as_paths(inputs))
-    held_out = documents.find_sources(as_paths(val_inputs))
+    codec = tokenizers.load(tokenizer, tokenizer_path, end_of_text)
+    sources, other = documents.find_sources(as_paths(inputs))
+    held_out, more = documents.find_sources(as_paths(val_inputs))
     if not sources:
         raise DataError("no input given")
     documents.check_sources(sources, held_out, text_field)
@@ -101,6 +103,7 @@ def prepare(
             validation_documents_left_out_of_train=left_out["in validation"],
             inputs=[source.name for source in sources][:LISTED_FILES],
             val_inputs=[source.name for source in held_out][:LISTED_FILES],
+            left_out=dict(other + more),
         )
 
 
@@ -154,7 +157,10 @@ def _encode(task: list[Chunk], *, tokenizer: Tokenizer, field: str) -> list[Enco
             # as the bytes tokenizer does, so that the split is the same for all tokenizers
             text = tokenizers.valid_unicode(text.replace("\0", ""))
             digest = hashlib.blake2b(text.encode(), digest_size=16, key=b"0").digest()
-            encoded.append((chunk.source, digest, tokenizer.encode(text)))
+            try:
+                encoded.append((chunk.source, digest, tokenizer.encode(text)))
+            except DataError as error:
+                raise DataError(f"{chunk.source.path}: {error}") from None
     return encoded
 
 
@@ -180,8 +186,9 @@ Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocab
 65,536; each document followed by the end-of-text id), with OUT/manifest.json and the tokenizer's
 files.
 
-Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet (a row
-is a document), folders of these, and folders of TFDS stored as array_record (their split train).
+Reads .txt (a file is a document), .jsonl or .ndjson (a line is a document), both also as .gz, .bz2,
+.xz or .zst, .parquet (a row is a document), folders of these, whose other files it counts, and
+folders of TFDS stored as array_record (their split train).
 """
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:
@@ -199,6 +206,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", required=True, metavar="NAME", help=kinds)
     files = "folder with GPT-2's encoder.json and vocab.bpe (default: download them)"
     add("--tokenizer_path", metavar="DIR", help=files)
+    end = (
+        "the token of FILE.json that ends a document (default: its special one, or the eos_token of"
+    )
+    end += " the tokenizer_config.json beside it)"
+    add("--end_of_text", metavar="TOKEN", help=end)
     share = "share of the documents, or of a single text file, that goes to val.bin (%(default)s)"
     one_of("--val_fraction", type=float, default=0.0005, metavar="F", help=share)
     read = "read val.bin's documents here instead"

@@ -35,13 +35,14 @@ _GPT2_SHA256 = {  # of the published files
 }
 # tiktoken's form of the pattern of the original release: equivalent, and faster
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# tiktoken overflows its stack (and crashes the process) on some hundred thousand white characters
-# in a row, so texts are cut after this many.
-_LONG_WHITE = re.compile(r"\s{8192}")
+# tiktoken overflows its stack on some hundred thousand white characters in a row, so runs are cut
+# after this many; the last one belongs to the word that follows.
+_LONG_WHITE = re.compile(r"\s{65536}(?=\s\s)")
 
 HF_FILE = "tokenizer.json"
 LARGEST_VOCABULARY = 2**24  # vocabulary, as of `model.vocab_size`
-# What published tokenizers call the end of a document, of which a file has one.
+HF_CONFIG = "tokenizer_config.json"
+# What published tokenizers call the end of a document.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -160,51 +161,58 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """Any tokenizer that the library `tokenizers` runs.
-
-    The literal text of a special token is encoded as ordinary text.
+    """Any tokenizer that the library `tokenizers` runs, changed so that no text makes its end.
 
     Args:
       content: of a ``tokenizer.json``.
+      end: the token that ends a document, or its id; None finds it.
+      eos: the ``eos_token`` of the tokenizer_config.json beside it, if there is one.
 
     Raises:
-      DataError: the file is damaged, or names no token that ends a document.
+      DataError: the file is damaged, or it is not plain which token ends a document.
     """
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: bytes, end: str | int | None = None, eos: str | None = None):
         extras.need("text", "tokenizers")
         import tokenizers
 
-        self.files = {HF_FILE: content}
         self.name = HF_FILE
         made: Any = tokenizers.Tokenizer  # which has no types
         with _library_errors("is damaged, or no tokenizer"):
-            self._tokenizer = made.from_str(content.decode())
+            vocabulary = made.from_str(content.decode()).get_vocab(with_added_tokens=True)
+            saved = json.loads(content)
+            self._end = _end_token(saved, vocabulary, end, eos)
+            self.end_of_text = vocabulary[self._end]
+            self.files = {HF_FILE: _for_documents(saved, self._end, self.end_of_text)}
+            self._tokenizer = made.from_str(self.files[HF_FILE].decode())
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
             raise DataError(
                 f"{HF_FILE} has a token of number {self.vocab_size - 1}; use below"
                 f" {LARGEST_VOCABULARY}"
             )
-        ends = [token for token in _END_OF_TEXT if token in vocabulary]
-        if not ends:
-            raise DataError(f"{HF_FILE} has none of the tokens that end a document: {_END_OF_TEXT}")
-        self._end, self.end_of_text = ends[0], vocabulary[ends[0]]
 
     def __reduce__(self):
-        return HFTokenizer, (self.files[HF_FILE],)
+        return HFTokenizer, (self.files[HF_FILE], self.end_of_text)
 
     def hf_files(self) -> dict[str, bytes]:
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end}
-        return {**self.files, "tokenizer_config.json": json.dumps(about).encode()}
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self._end,
+            "split_special_tokens": True,  # the text of a special token is text
+            "clean_up_tokenization_spaces": False,
+        }
+        return {**self.files, HF_CONFIG: json.dumps(about).encode()}
 
     def encode(self, text: str) -> np.ndarray:
         with _library_errors("cannot encode the text"):
-            ids = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
+            ids = self._tokenizer.encode(valid_unicode(text)).ids
+        if self.end_of_text in ids:
+            raise DataError(
+                f"a text encodes to {self._end!r}, which ends a document; take it out of the text,"
+                " or name another end by --end_of_text"
+            )
         return np.array(ids, self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -212,7 +220,71 @@ class HFTokenizer(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def load(name: str, path: str | Path | None = None) -> Tokenizer:
+def _end_token(
+    saved: dict[str, Any], vocabulary: dict[str, int], end: str | int | None, eos: str | None
+) -> str:
+    """The token that ends a document: as named, or the only candidate of the best kind."""
+    if end is not None:
+        named = [token for token, number in vocabulary.items() if end in (token, number)]
+        if not named:
+            raise DataError(
+                f"{HF_FILE} has no token {end!r}; --end_of_text names one of its tokens"
+            )
+        return named[0]
+    special = [x["content"] for x in saved.get("added_tokens") or [] if x.get("special")]
+    found = [token for token in _END_OF_TEXT if token in special]
+    if eos in vocabulary and (not found or eos in found):
+        found = [eos]
+    found = found or [token for token in _END_OF_TEXT if token in vocabulary]
+    if len(found) == 1 and eos in (None, found[0]):
+        return found[0]
+    if eos is not None:
+        found.append(f"{eos} of {HF_CONFIG}")
+    which = (
+        f"several tokens that may end a document, {', '.join(found)}"
+        if found
+        else (f"none of the tokens that end a document: {', '.join(_END_OF_TEXT)}")
+    )
+    raise DataError(f"{HF_FILE} has {which}; name it by --end_of_text")
+
+
+def _for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
+    """A tokenizer.json for whole documents, whose ids are a function of their text alone.
+
+    Nothing is cut, padded, added or dropped at random. The end is a special token, which a text
+    does not match, and what would still give it in the model's vocabulary is split after its first
+    character. Changing the result again changes nothing.
+    """
+    added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added.append({"id": number, "content": end, **flags, "special": True})
+    model = saved["model"] | ({"dropout": None} if saved["model"].get("dropout") else {})
+    vocabulary = model.get("vocab", ())
+    words = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+    before = saved.get("pre_tokenizer")
+    if end in words and len(end) > 1:
+        first, rest = re.escape(end[0]), re.escape(end[1:])
+        pattern = {"Regex": f"{first}(?={rest})"}
+        cut = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        steps = [] if before is None else [before]
+        if before and before["type"] == "Sequence":
+            steps = before["pretokenizers"]
+        if cut not in steps:
+            before = {"type": "Sequence", "pretokenizers": [*steps, cut]}
+    changed = saved | {
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "pre_tokenizer": before,
+        "post_processor": None,
+        "model": model,
+    }
+    return json.dumps(changed, ensure_ascii=False).encode()
+
+
+def load(
+    name: str, path: str | Path | None = None, end_of_text: str | int | None = None
+) -> Tokenizer:
     """The tokenizer named `name`.
 
     Args:
@@ -220,11 +292,14 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
       path: for `"gpt2"` a folder with `encoder.json` and `vocab.bpe`; None downloads them from
         OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set). For a
         tokenizer.json the folder that holds it, if it is not part of ``name``.
+      end_of_text: the token of a tokenizer.json that ends a document, or its id.
 
     Raises:
       DataError: an unknown name, a folder without the two files or with damaged ones, or a
         download that fails.
     """
+    if name in NAMES and end_of_text is not None:
+        raise DataError(f"--end_of_text is for a tokenizer.json; {name} has an end of its own")
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
@@ -232,7 +307,7 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
     if name.endswith(".json"):
         file = Path(path or "") / name
         try:
-            return HFTokenizer(read_bytes(file))
+            return HFTokenizer(read_bytes(file), end_of_text, _eos_token(file.with_name(HF_CONFIG)))
         except DataError as error:
             raise DataError(f"{file}: {error}") from None
         except OSError as error:
@@ -241,6 +316,18 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
         f"unknown tokenizer {name!r}; choose one of {', '.join(NAMES)}, or the path of a "
         "tokenizer.json"
     )
+
+
+def _eos_token(path: Path) -> str | None:
+    """What a tokenizer_config.json, if there is one, calls the end of a text."""
+    otherwise = "not a tokenizer_config.json that is whole; fetch it again, or take it away"
+    try:
+        about = read_json(path, otherwise)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with entries_of(path, otherwise):
+        token = about.get("eos_token")
+        return token["content"] if isinstance(token, dict) else token
 
 
 def from_manifest(folder: str | Path) -> Tokenizer:
@@ -256,10 +343,11 @@ def from_manifest(folder: str | Path) -> Tokenizer:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder}: no manifest.json, so this is no prepared folder") from None
     with entries_of(path, otherwise):
-        name, wanted = manifest["tokenizer"]["name"], manifest["tokenizer"]["files"]
+        entry = manifest["tokenizer"]
+        name, wanted, end = entry["name"], entry["files"], int(entry["end_of_text"])
         if not (isinstance(name, str) and isinstance(wanted, dict)):
             raise TypeError
-    tokenizer = load(name, folder if wanted else None)
+    tokenizer = load(name, folder if wanted else None, None if name in NAMES else end)
     if tokenizer.to_json()["files"] != wanted:
         raise DataError(
             f"{folder}: {' and '.join(wanted)} are not the ones these tokens were made with"
@@ -331,6 +419,8 @@ def _library_errors(what: str) -> Iterator[None]:
     """DataError for what the library raises: exceptions without a kind, and panics of its Rust."""
     try:
         yield
+    except DataError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise DataError(f"{HF_FILE} {what}: {str(error)[:80]}") from None

@@ -129,6 +129,7 @@ def prepare(
             filters=dropped,
             max_subwords=MAX_SUBWORDS,
             val_fraction=val_fraction or None,
+            left_out=dict(sentence_pairs.left_out(as_paths(inputs), sources)),
             streams=[
                 {"split": split, "name": source.name, "pairs": len(own)}
                 for (split, source), own in zip(streams, survey.fates, strict=True)

@@ -8,15 +8,17 @@ end, and a single one shifts all pairs that follow.
 import contextlib
 import gzip
 import html
+import html.entities
 import itertools
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
+from decent_jax.data.reading import kind_of, one_sentence, opened, read_at_most, read_line
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import check_regular
 
@@ -45,6 +47,8 @@ _SPLIT_NAMES = {
     "test": ("test",),
 }
 _SEGMENT = re.compile(rb"<seg[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)  # SGML, not valid XML
+
+_ENTITY = re.compile(r"&(#?\w+;)")
 
 
 class Lines(NamedTuple):
@@ -96,7 +100,7 @@ class _Side:
             if self.member.endswith(".sgm"):
                 for segment in _SEGMENT.findall(read_at_most(file, _LARGEST_SGM, self.place)):
                     try:
-                        text = html.unescape(segment.decode())
+                        text = _ENTITY.sub(_sign, segment.decode())
                     except UnicodeDecodeError:
                         text = None
                     yield segment if text is None else " ".join(text.split()).encode()
@@ -106,6 +110,12 @@ class _Side:
                 if not line:
                     return
                 yield line.removesuffix(b"\n")
+
+
+def _sign(entity: re.Match) -> str:
+    """The sign of a whole entity; `html.unescape` alone also makes one of "&copy=2"."""
+    known = entity[1].startswith("#") or entity[1] in html.entities.html5
+    return html.unescape(entity[0]) if known else entity[0]
 
 
 class PairSource:
@@ -206,6 +216,18 @@ def find_inputs(
             raise DataError(f"{source.files[0]}: is given twice")
         seen.add(key)
     return found
+
+
+def left_out(inputs: Iterable[str | Path], sources: Inputs) -> Counter[str]:
+    """How many of each kind lie in the folders among ``inputs`` and are not of ``sources``."""
+    read = {file.resolve() for source in itertools.chain(*sources) for file in source.files}
+    return Counter(
+        f"folder {path.name}" if path.is_dir() else kind_of(path.name)
+        for folder in map(Path, inputs)
+        if folder.is_dir() and not tfds_folder.is_tfds(folder)
+        for path in sorted(folder.iterdir())
+        if path.resolve() not in read
+    )
 
 
 def _folder(path: Path, languages) -> Inputs:
