@@ -17,6 +17,7 @@ def report(monkeypatch):
     return importlib.import_module("gpu_report")
 
 
+@pytest.mark.slow
 def test_a_part_measures_all_that_it_names(report, tmp_path):
     """Bytes are those of float32 in another format, with a number per row of 768 and more."""
     rows = list(report.PARTS["formats"](argparse.Namespace(tiny=True, out=tmp_path)))
