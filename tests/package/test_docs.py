@@ -1,6 +1,8 @@
 """What the documents say is there, and the code in them runs."""
 
 import functools
+import importlib
+import inspect
 import re
 import textwrap
 from pathlib import Path
@@ -16,6 +18,7 @@ from decent_jax import replicas, topology
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import ConfigError
 from decent_jax.optim import METHODS
+from decent_jax.topology import graphs
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
@@ -207,10 +210,23 @@ def test_tables_of_topologies(row):
     assert f"|---|\n{table}\n\n" in text, table
 
 
-def test_every_schedule_is_in_the_table_of_names():
+def test_the_table_of_names_has_every_schedule_with_its_parameters():
     text = (ROOT / "docs" / "topologies.md").read_text()
-    for name in topology.NAMES:
-        assert re.search(rf"^\| `{name}(\(.*\))?` \|.*\|$", text, re.MULTILINE), name
+    table = text.split("\n| name | replicas n |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)(?:\((.*?)\))?` \|", table, re.MULTILINE))
+    module = importlib.import_module("decent_jax.topology.make")
+    assert rows.keys() == {*topology.NAMES, *module.COLUMN_STOCHASTIC}
+    for name, written in rows.items():
+        values = dict(part.partition("=")[::2] for part in written.split(", ") if part)
+        builder = getattr(graphs, name, None) or getattr(module, name)
+        parameters = {*inspect.signature(builder).parameters} - {"n", "local_size"}
+        assert values.keys() == parameters, name
+        given = ", ".join(f"{k}={v}" for k, v in values.items() if v and v != "...")
+        made, default = (
+            [rnd.matrix for rnd in topology.make(written, 8, local_size=4).rounds]
+            for written in (f"{name}({given})", name)
+        )
+        np.testing.assert_array_equal(made, default, name)
 
 
 def test_the_code_of_topologies_md_runs(capsys):

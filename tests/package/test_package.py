@@ -1,11 +1,13 @@
 """What pip installs: the core alone, the extras, every package of the wheel, one command."""
 
+import datetime
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,14 @@ def test_the_wheel_has_every_package():
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
     listed = PYPROJECT["tool"]["setuptools"]["packages"]
     assert sorted(found | {"decent_jax.configs"}) == sorted(listed)
+
+
+def test_the_changelog_has_a_date_for_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    version, date = re.search(r"^## (\S+) - (\S+)$", text, re.MULTILINE).groups()
+    assert version == PYPROJECT["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert datetime.date.fromisoformat(date).year >= 2026
 
 
 def test_what_the_code_imports_is_a_dependency():
@@ -150,6 +160,24 @@ print(command.main(["supervise", "--processes", "2", "--", "train.py"]))
     windows, mac = done.stderr.splitlines()
     assert "this is Windows" in windows and "WSL" in windows
     assert "this is Darwin" in mac and "supervise" in mac
+
+
+def warn_from(module, stacklevel=1):
+    """A warning by a function of a module of that name."""
+    names = {"__name__": module, "warnings": warnings}
+    exec(f"def warn(): warnings.warn('old', DeprecationWarning, {stacklevel})", names)
+    names["warn"]()
+
+
+def test_warnings_are_errors_where_they_are_about_this_package():
+    """And not where a library of tomorrow has one about itself."""
+    for module, stacklevel in (("decent_jax.gossip.mixing", 1), ("jax", 2)):  # 2: about this line
+        with pytest.raises(DeprecationWarning):
+            warn_from(module, stacklevel)
+    with warnings.catch_warnings(record=True) as found:
+        for module in ("jax._src.compiler", "orbax.checkpoint", "decent", "my_decent_jax", "test"):
+            warn_from(module)
+    assert {type(one.message) for one in found} <= {DeprecationWarning}
 
 
 def test_rooms_are_attributes_of_the_package():
