@@ -13,10 +13,12 @@ import os
 import sys
 from pathlib import Path
 
-import commands
 import nbclient
 import nbformat
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "notebooks"

@@ -7,7 +7,7 @@ folders train/<class>/ and val/<class>/ (its test set), packed by
     decent-jax prepare images --input CIFAR10 --out data/cifar10
 
 Command: python train.py --config configs/cifar10.py:momentum_sgd --workdir runs/cifar10
-After the colon comes one of the names in ARMS. `benchmarks/evidence.py` runs them all, with seeds.
+After the colon comes one of the names in ARMS; `benchmarks/evidence/trainings.py` runs them all.
 
 Hardware: 2 cores, 0.7 s per step. Result: see docs/results.md.
 """

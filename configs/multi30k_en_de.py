@@ -8,7 +8,7 @@ test_2016_flickr, prepared with a joint vocabulary of 4000:
         --vocab_size 4000 --out data/multi30k
 
 Command: python train.py --config configs/multi30k_en_de.py:accum_adam --workdir runs/multi30k
-After the colon comes one of the names in ARMS. `benchmarks/evidence.py` runs them, with seeds.
+After the colon comes one of the names in ARMS; `benchmarks/evidence/trainings.py` runs them.
 
 Hardware: 2 cores. Result: see docs/results.md.
 """

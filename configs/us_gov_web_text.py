@@ -12,7 +12,7 @@ and then
         --tokenizer tokenizer.json --out data/us_gov_web_text
 
 Command: python train.py --config configs/us_gov_web_text.py:accum_adam --workdir runs/web
-After the colon comes one of the names in ARMS. `benchmarks/evidence.py` runs them, with seeds.
+After the colon comes one of the names in ARMS; `benchmarks/evidence/trainings.py` runs them.
 
 Hardware: 2 cores. Result: see docs/results.md.
 """

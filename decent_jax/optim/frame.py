@@ -69,7 +69,7 @@ class Local:
         none if the norm of the gradient is finite. So mixing, moments, decay and check are one
         pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
         times the bytes of the parameters in decentralized Adam, and held one more copy of them
-        (`benchmarks/gpu_program.py`).
+        (`benchmarks/speed/programs.py`).
 
         Returns:
           The update, like ``params``; the local optimizer's state after it; and () bool, whether it

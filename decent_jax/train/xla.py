@@ -18,7 +18,7 @@ from decent_jax.ground.format import format_number
 from decent_jax.optim import Delayed, EarlyMixing
 from decent_jax.topology import Schedule
 
-# Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`). Without these,
+# Measured in the programs that XLA makes for H100s (`benchmarks/speed/programs.py`). Without these,
 # XLA has one message under way at a time and starts it as late as an estimate of a fast network
 # allows, so most of a step is over before the first. With both, XLA starts all messages at the top
 # of the step and waits for them where the update needs them. The price is the memory that a round

@@ -1,48 +1,26 @@
-"""The plan of benchmarks/evidence.py: which runs in which order, what is left, what is refused.
+"""What benchmarks/evidence makes of its records, and that the pages have these numbers."""
 
-And what benchmarks/evidence_figure.py makes of their records.
-"""
-
-import importlib
 import json
 import re
-import sys
+import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
 
-from decent_jax.ground.errors import DataError
+from benchmarks.evidence import figure, methods, trainings
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-names = ("evidence", "evidence_figure")
-evidence, figure = map(importlib.import_module, names)
-sys.path.remove(str(ROOT / "benchmarks"))
-
-
-# --- The list -------------------------------------------------------------------------------------
-
-
-def fields_of(piece):
-    return dict(piece.changes)
-
-
-def test_the_records_are_of_runs_of_the_list_with_the_fields_that_it_has_today():
-    listed = {p.name: [p.config, fields_of(p)] for p in evidence.pieces()}
-    found = {}
-    for path in figure.RECORDS.glob("*/summary.json"):
-        summary = json.loads(path.read_text())
-        found[path.parent.name] = [summary["config"], summary["changes"]]
-    assert found and found == {name: listed.get(name) for name in found}
+README, RESULTS, ALGORITHMS = (
+    (ROOT / page).read_text() for page in ("README.md", "docs/results.md", "docs/algorithms.md")
+)
 
 
 def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
     """The first of each config: seeds and lengths change nothing that is refused."""
-    for piece in {piece.config: piece for piece in evidence.pieces()}.values():
+    for piece in {piece.config: piece for piece in trainings.pieces()}.values():
         config, workdir = flags.parse(piece.command(tmp_path)[1:])
         assert config.data.path == str(tmp_path / "data" / piece.data)
         assert workdir == str(tmp_path / "runs" / piece.name)
@@ -54,133 +32,107 @@ def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
             assert config_lib.flat(config)[name] == value
 
 
-# --- What is left ---------------------------------------------------------------------------------
-
 TRAIN = """
 import json, os, pathlib, sys
 flags = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
 workdir = pathlib.Path(flags["workdir"])
 workdir.mkdir(parents=True, exist_ok=True)
-row = {"step": 3, "perf/wall_time_s": 3600.0, "eval/top1": 0.5}
-cores = sorted(os.sched_getaffinity(0))
-(workdir / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+with (workdir / "metrics.jsonl").open("w") as file:
+    for step in range(50, 1001, 50):
+        row = {"step": step, "train/loss": 1000.0 - step, "perf/wall_time_s": 3.6 * step}
+        row |= {"eval/loss": 1 / 3, "eval/top1": 0.5} if step % 400 == 0 else {}
+        print(json.dumps(row), file=file)
 if flags["config.seed"] in sys.argv[0].partition("bad-")[2]:
     sys.exit(1)
-(workdir / "summary.json").write_text(json.dumps({"final": {"eval/top1": 0.5}, "cores": cores}))
+(workdir / "summary.json").write_text(json.dumps({"cores": sorted(os.sched_getaffinity(0))}))
 """
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A checkout whose train.py ends at once; two runs of a config."""
-    checkout = tmp_path / "checkout-bad-1"
+def test_what_finished_is_recorded_and_not_done_again(tmp_path, monkeypatch):
+    """By a train.py that ends at once, for the second seed with an error."""
+    root, checkout = tmp_path / "root", tmp_path / "checkout-bad-1"
     checkout.mkdir()
     (checkout / "train.py").write_text(TRAIN)
-    monkeypatch.setattr(evidence, "CHECKOUT", checkout)
-    monkeypatch.setattr(evidence, "POLL_S", 0.01)
-    return [evidence.piece("cifar10:ring", seed, epochs=8.0) for seed in (0, 1)]
-
-
-def test_what_finished_is_recorded_and_not_done_again(checkout, tmp_path):
-    root = tmp_path / "root"
-    good, bad = checkout
+    monkeypatch.setattr(trainings, "CHECKOUT", checkout)
+    monkeypatch.setattr(trainings, "POLL_S", 0.01)
+    good, bad = (trainings.piece("cifar10:ring", seed, epochs=8.0) for seed in (0, 1))
     with (tmp_path / "lock").open("w") as lock:
         here = ["--config.mesh.loop=False"]
-        assert evidence.train(root, checkout, [{0}], lock, here) == [bad]
-    assert evidence.left(root, checkout) == [bad]
-    record = root / "records" / good.name
-    summary = json.loads((record / "summary.json").read_text())
-    assert summary["final"] == {"eval/top1": 0.5} and summary["cores"] == [0]
-    assert len(summary["commits"]) == 1
-    assert str(tmp_path) not in summary["command"]  # no path of this machine
-    assert "--config=configs/cifar10.py:ring" in summary["command"]
-    assert summary["command"].endswith(" --config.mesh.loop=False")
-    assert (record / "metrics.jsonl").read_text() == (
-        root / "runs" / good.name / "metrics.jsonl"
-    ).read_text()
-    done, begun, count = evidence.listing(root, checkout).splitlines()
-    assert re.fullmatch(rf"done +{good.name} +step 3, 1.00 h +eval/top1 0.5", done)
-    assert begun.startswith("begun") and bad.name in begun
-    assert count == "1 of 2 done"
+        assert trainings.train(root, [good, bad], [{0}], lock, here) == [bad]
+    assert trainings.left(root, [good, bad]) == [bad]
+    record = json.loads((root / "records" / f"{good.name}.json").read_text())
+    assert record["cores"] == [0] and len(record["commits"]) == 1
+    assert str(tmp_path) not in record["command"]  # no path of this machine
+    assert "--config=configs/cifar10.py:ring" in record["command"]
+    assert record["command"].endswith(" --config.mesh.loop=False")
+    evaluations = {"step": [400, 800], "eval/loss": [0.3333333] * 2, "eval/top1": [0.5] * 2}
+    assert record["evaluations"] == evaluations
+    assert record["training"]["train/loss"] == [800.0, 600.0, 400.0, 200.0, 0.0]
+    assert record["loss_of_the_last_250_steps"] == 100.0
+    done, begun, count = trainings.listing(root, [good, bad]).splitlines()
+    assert re.fullmatch(rf"done +{good.name} +step 1000, 1.00 h +eval/loss 0.3333  .*0.5", done)
+    assert begun.startswith("begun") and bad.name in begun and count == "1 of 2 done"
 
 
-# --- What is refused ------------------------------------------------------------------------------
+# --- The pages have the numbers of the records ----------------------------------------------------
+
+RECORDS = figure.load(figure.RECORDS)
+MAIN = ("all_reduce", "momentum_sgd", "momentum_sgd_then")
+
+
+def of(task, arm, **setting):
+    """The records of an arm, a seed each."""
+    return figure.arms(RECORDS, task)[tuple(sorted(setting.items())), arm]
 
 
 @pytest.mark.parametrize(
-    ("config", "missing"),
+    ("task", "arm", "setting", "form"),
     [
-        ("cifar10:ring", "cifar10"),
-        ("multi30k_en_de:swarm", "multi30k"),
-        ("us_gov_web_text:muon", "us_gov_web_text/train.bin"),
+        *(("cifar10", arm, {"epochs": 15.0}, ".2f") for arm in MAIN[:2]),
+        *(("cifar10", arm, {"epochs": 15.0, "learning_rate": 0.2}, ".2f") for arm in MAIN),
+        *(("cifar10", arm, {"epochs": 15.0, "learning_rate": 0.4}, ".2f") for arm in MAIN[::2]),
+        *(("cifar10", arm, {"epochs": 8.0}, ".1f") for arm in ("all_reduce", "ring", "swarm")),
+        *(("multi30k_en_de", arm, {}, ".2f") for arm in ("all_reduce", "accum_adam", "swarm")),
+        *(("us_gov_web_text", arm, {}, ".3f") for arm in ("all_reduce", "accum_adam")),
+        ("us_gov_web_text", "gossiped_momentum", {}, ".3f"),
     ],
 )
-def test_missing_data_is_one_sentence(config, missing, tmp_path):
-    with refuses(tmp_path / "data" / missing, error=DataError):
-        evidence.check(tmp_path, [evidence.piece(config, 0)])
+def test_results_at_the_end(task, arm, setting, form):
+    assert figure.spread([record.value for record in of(task, arm, **setting)], form) in RESULTS
 
 
-# --- Tables and the figure ------------------------------------------------------------------------
+@pytest.mark.parametrize(("arm", "gap"), [("momentum_sgd", "0.68"), ("momentum_sgd_then", "0.28")])
+def test_gaps_are_means_and_deviations_of_the_differences_of_seeds(arm, gap):
+    setting = (("epochs", 15.0), ("learning_rate", 0.2))
+    gaps = [-x for x in figure.gaps(figure.arms(RECORDS, "cifar10"), setting, arm)]
+    assert (
+        len(gaps) == 3 and figure.spread(gaps) in RESULTS and f"{statistics.mean(gaps):.2f}" == gap
+    )
 
 
-def write_record(folder, config, changes, final, rows=(), **entries):
-    """A record; `rows` are (step, metric, value)."""
-    name = f"{config.replace(':', '-')}-{len(list(folder.glob('*')))}"
-    (folder / name).mkdir(parents=True)
-    lines = [json.dumps({"step": step, metric: value}) + "\n" for step, metric, value in rows]
-    (folder / name / "metrics.jsonl").write_text("".join(lines))
-    summary = {"config": config, "changes": changes, "training_seconds": 7200.0}
-    summary |= {"devices": "1 x cpu"} | entries
-    summary["final"] = {"eval/consensus_distance": 0.25, "eval/loss": 1.0} | final
-    (folder / name / "summary.json").write_text(json.dumps(summary))
+@pytest.mark.parametrize("arm", MAIN)
+def test_distances_and_losses_on_the_way(arm):
+    """After 600 steps at 0.1, and of the last 250 at 0.2."""
+    losses = [
+        record.summary["loss_of_the_last_250_steps"]
+        for record in of("cifar10", arm, epochs=15.0, learning_rate=0.2)
+    ]
+    assert f"| {statistics.mean(losses):.3f} |" in RESULTS
+    if arm == "momentum_sgd":
+        (record,) = of("cifar10", arm, epochs=8.0)
+        training = record.summary["training"]
+        at_600 = training["train/consensus_distance_relative"][training["step"].index(600)]
+        assert f"| {at_600:.2%} of the norm of the parameters |" in RESULTS
 
 
-@pytest.fixture
-def records(tmp_path):
-    """Three seeds of all-reduce, two of gossip, at 8 epochs; another length; two tasks more."""
-    for arm, accuracies in (("all_reduce", (0.9, 0.91, 0.95)), ("momentum_sgd", (0.89, 0.92))):
-        for seed, top1 in enumerate(accuracies):
-            changes = {"seed": seed, "epochs": 8.0}
-            rows = [(10, "eval/top1", top1 - 0.2), (20, "eval/top1", top1)]
-            write_record(tmp_path, f"cifar10:{arm}", changes, {"eval/top1": top1}, rows)
-    write_record(tmp_path, "cifar10:ring", {"seed": 0, "epochs": 4.0}, {"eval/top1": 0.5})
-    rows = [(100, "eval/bleu", 20.0), (200, "eval/bleu", 34.0)]
-    write_record(tmp_path, "multi30k_en_de:accum_adam", {"seed": 0}, {}, rows, test={"bleu": 35.5})
-    for arm, factor in (("all_reduce", 1.0), ("muon", 0.98)):
-        rows = [(1000, "eval/loss", 4 * factor), (2000, "eval/loss", 3 * factor)]
-        changes = {"seed": 0}
-        write_record(tmp_path, f"us_gov_web_text:{arm}", changes, {"eval/loss": 3 * factor}, rows)
-    return figure.load(tmp_path)
-
-
-def cells(records, task):
-    rows = figure.table(records, task).splitlines()[2:]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def test_means_standard_deviations_and_gaps_of_common_seeds(records):
-    """92 ± 2.646 of 90, 91, 95; the gaps of seeds 0 and 1 are -1 and 1, their mean 0 ± 1.414."""
-    ring, all_reduce, gossip = cells(records, "cifar10")
-    assert ring[:5] == ["`ring`", "epochs=4.0", "0", "50.00", ""]  # nothing to compare it with
-    assert all_reduce[:3] == ["`all_reduce`", "epochs=8.0", "0, 1, 2"]
-    assert all_reduce[3:6] == ["92.00 ± 2.65", "", "0.25 ± 0"]
-    assert all_reduce[7:] == ["120.0 ± 0.0, 1 x cpu"]
-    assert gossip[2:5] == ["0, 1", "90.50 ± 2.12", "+0.00 ± 1.41"]
-    assert cells(records, "multi30k_en_de")[0][3] == "35.50"
-    assert cells(records, "us_gov_web_text")[1][3:5] == ["2.940", "-0.060"]
-
-
-def test_steps_to_a_goal_are_those_of_its_first_crossing(tmp_path):
-    """80% lies a quarter of the way from 100 to 300, from the first evaluation on, nowhere."""
-    curves = [(0.77, 0.89, 0.75, 0.95), (0.85, 0.9, 0.9, 0.9), (0.5, 0.6, 0.7, 0.79)]
-    for seed, curve in enumerate(curves):
-        rows = [(step, "eval/top1", x) for step, x in zip((100, 300, 500, 700), curve, strict=True)]
-        arm = "swarm" if seed == 2 else "ring"
-        write_record(tmp_path, f"cifar10:{arm}", {"seed": seed}, {"eval/top1": curve[-1]}, rows)
-    write_record(tmp_path, "us_gov_web_text:ring", {"seed": 0}, {})
-    found = figure.load(tmp_path)
-    assert [row[6] for row in cells(found, "cifar10")] == ["125 (150, 100)", ""]
-    assert cells(found, "us_gov_web_text")[0][6] == ""  # it has no goal
+def test_steps_to_a_goal_lie_between_two_evaluations():
+    """80% lies a quarter of the way from 100 to 300; and those of the page."""
+    evaluations = {"step": [100, 300, 500], "eval/top1": [0.77, 0.89, 0.75]}
+    record = figure.Record({"config": "cifar10:ring", "evaluations": evaluations})
+    assert record.steps_to_goal() == 150
+    for arm in MAIN[:2]:
+        steps = [record.steps_to_goal() for record in of("cifar10", arm, epochs=15.0)]
+        assert f"| {', '.join(f'{x:.0f}' for x in steps)} |" in RESULTS
 
 
 @pytest.mark.parametrize(
@@ -191,19 +143,25 @@ def test_steps_to_a_goal_are_those_of_its_first_crossing(tmp_path):
     ],
 )
 def test_minutes_to_a_result_are_those_that_the_readme_has(task, goal, words):
-    times = figure.step_times(figure.RECORDS)
-    panel = figure.time_panel(figure.load(figure.RECORDS), task, times)
+    panel = figure.time_panel(RECORDS, task, figure.step_times(figure.RECORDS))
     minutes = {
         curve.label.partition(",")[0]: np.interp(goal, curve.y, curve.x) for curve in panel.curves
     }
-    short, long = re.search(words, (ROOT / "README.md").read_text()).groups()
+    short, long = re.search(words, README).groups()
     assert f"{minutes['alternating_exp_ring']:.0f}" == short
     assert f"{minutes['all_reduce']:.0f}" == long
 
 
-def test_the_figure_is_drawn_of_what_there_is(records, tmp_path, capsys):
-    assert figure.draw(records, tmp_path / "figure.png", {}).stat().st_size > 10_000
-    only = [record for record in records if record.arm == "ring"]
-    assert figure.draw(only, tmp_path / "none.png", {}) is None
-    assert figure.main(["--records", str(tmp_path / "nowhere")]) == 0
-    assert capsys.readouterr().out.startswith("no record in ")
+def test_the_figure_is_drawn(tmp_path):
+    assert figure.main(["--out", str(tmp_path / "figure.png")]) == 0
+    assert (tmp_path / "figure.png").stat().st_size > 100_000
+
+
+def test_losses_against_bytes_are_those_of_the_page():
+    rows = [
+        json.loads(line) for line in (figure.RECORDS / "methods.jsonl").read_text().splitlines()
+    ]
+    for of_size in methods.by_size(rows).values():
+        for label, mine in methods.best_rows(of_size).items():
+            written = (", ".join(f"{row['loss']:.{digits}f}" for row in mine) for digits in (2, 3))
+            assert any(f"| {losses} |" in ALGORITHMS for losses in written), label

@@ -1,24 +1,15 @@
-"""benchmarks/gpu_report.py checks itself on CPUs, with tiny models."""
+"""What benchmarks/speed/gpu_report.py makes of its measurements, with tiny models on CPUs."""
 
 import argparse
-import importlib
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.speed import gpu_report as report
 
 
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu_report")
-
-
-@pytest.mark.slow
-def test_a_part_measures_all_that_it_names(report, tmp_path):
+def test_a_part_measures_all_that_it_names(tmp_path):
     """Bytes are those of float32 in another format, with a number per row of 768 and more."""
     rows = list(report.PARTS["formats"](argparse.Namespace(tiny=True, out=tmp_path)))
     sent = {row["name"]: row["gigabytes"] for row in rows}
@@ -27,7 +18,7 @@ def test_a_part_measures_all_that_it_names(report, tmp_path):
         assert sent["bfloat16"] / sent[name] == pytest.approx(times, rel=0.02)
 
 
-def test_the_time_per_token_is_that_of_the_model_and_the_peak(report, monkeypatch):
+def test_the_time_per_token_is_that_of_the_model_and_the_peak(monkeypatch):
     monkeypatch.setattr(report, "peak", lambda devices: 1e6)
 
     class Step:
@@ -46,7 +37,7 @@ if "formats" in sys.argv:
 
 
 def test_a_part_that_fails_or_has_no_time_left_is_named_and_the_others_go_on(
-    report, tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     stand_in = tmp_path / "part.py"
     stand_in.write_text(PART)

@@ -113,7 +113,7 @@ def configs_in(path):
         text = "\n".join(cell.source for cell in nbformat.reads(text, as_version=4).cells)
     for line in re.sub(r"\\+\n\s*", " ", text).splitlines():
         for name, rest in re.findall(r"--config ([\w/.]+(?::[\w,]+)?)([^`]*)", line):
-            yield name, re.findall(r"--config\.\w\w[\w.]*=[^\s`\"')\\$]+", rest)
+            yield name, re.findall(r"--config\.\w\w[\w.]*=[^\s`\"')\\]+", rest)
 
 
 NAMING = {
@@ -364,9 +364,10 @@ def test_the_code_of_coming_from_md_runs():
 
 
 def test_the_launcher_of_trainers_md_is_what_the_benchmark_runs():
-    """MaxText is too large to install for a test; benchmarks/maxtext_gossip.py ran this code."""
+    """MaxText is too large to install for a test; the benchmark ran this code."""
     page, script = (
-        (ROOT / p).read_text() for p in ("docs/trainers.md", "benchmarks/maxtext_gossip.py")
+        (ROOT / p).read_text()
+        for p in ("docs/trainers.md", "benchmarks/evidence/maxtext_gossip.py")
     )
     (build,) = re.findall(r"^def build.*?^    return step$", page, re.MULTILINE | re.DOTALL)
     assert re.sub(r"\n+", "\n", textwrap.indent(build, "    ")) in re.sub(r"\n+", "\n", script)

@@ -1,11 +1,9 @@
 """What the time of a run is spent on: by hand, over random deaths, and in real runs."""
 
-import importlib
 import itertools
 import json
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -190,7 +188,6 @@ class Killed(BaseException):
     """Ends a run as nothing that it expects."""
 
 
-@pytest.mark.slow
 def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recovery(
     tmp_path, monkeypatch
 ):
@@ -269,37 +266,3 @@ def test_mfu_of_rows_and_of_the_run_by_hand(tmp_path, monkeypatch):
         assert row["perf/mfu"] == pytest.approx(wanted, rel=1e-5)
     mfu = sorted(row["perf/mfu"] for row in rows)
     assert tiny.summary(folder)["mfu"] == pytest.approx((mfu[1] + mfu[2]) / 2)
-
-
-# --- The benchmark --------------------------------------------------------------------------------
-
-
-def test_the_benchmark_compares_runs_with_kills_to_undisturbed_ones(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    benchmark = importlib.import_module("goodput")
-    trace = [[0.0, 1], [10.0, 51], [20.0, 101]]
-    kills = [{"again_s": seconds, "lost": lost} for seconds, lost in ((2.0, 3), (5.0, 0), (3.0, 1))]
-    rows = [
-        {
-            "arm": "gossip",
-            "every": None,
-            "seconds": 20.0,
-            "steps": 100,
-            "kills": [],
-            "trace": trace,
-        },
-        {
-            "arm": "gossip",
-            "every": 10,
-            "seconds": 40.0,
-            "steps": 150,
-            "kills": kills,
-            "differ": [7, 8],
-            "trace": trace,
-        },
-    ]
-    cells = [line.split(" | ") for line in benchmark.table(rows).splitlines()]
-    assert cells[2][4].startswith("100%")
-    assert cells[3][1:] == ["40", "3", "150", "75%", "3.0, 5.0", "1, 3", "2 |"]
-    benchmark.draw(rows, tmp_path / "goodput.png")
-    assert (tmp_path / "goodput.png").stat().st_size > 5000

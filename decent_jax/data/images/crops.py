@@ -4,7 +4,7 @@ Both decode no more than they need: libjpeg-turbo decodes at the smallest of 1/1
 of the size that still gives the crop as many pixels as wanted, and one bilinear resize does the
 rest. The resize has no antialiasing, as in the reference's runs: it samples, and does not average,
 a crop that is up to twice as large as wanted. (Pillow's bilinear filter averages;
-benchmarks/images.py measures the difference.)
+benchmarks/speed/images.py measures the difference.)
 """
 
 import contextlib

@@ -1,0 +1,319 @@
+"""Peers beside synchronous programs: the tables of docs/peers.md.
+
+    python benchmarks/faults/peers.py slow|links|quality [--out FOLDER] [--seconds 20]
+
+Each run is one that a user would start. A row per run goes to FOLDER/NAME.jsonl; runs that have a
+row there are not made again, so an interrupted benchmark continues. At the end the table is
+printed, of the first two with the planner's prediction for the synchronous programs.
+
+slow      one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
+links     questions after H steps, float32 and 8 bits, on links of --mbit between --hosts.
+quality   the quickstart with eight peers on this machine, beside synchronous gossip and all-reduce,
+          at equal examples, --seeds of them. `swarm` is the recursion of peers in one program. A
+          step of a peer also sleeps for 0.1 s: without it, a meeting of eight processes on two
+          cores takes longer than several steps.
+
+The first two start `train.py` on a Ray cluster of network namespaces (benchmarks/hosts.sh, four if
+--hosts does not say otherwise) with one peer each, or `run_on_hosts.py train.py` on the same hosts,
+which needs root. There are fewer cores than hosts, so computing is a sleep of 0.2 s (sleeping.py):
+they measure waiting and the cost of the messages themselves. A step alone is that of peers that
+never meet.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import commands
+from benchmarks.run_on_hosts import HEAD, PORT, ROOT, environment, hosts, inside, names_of_hosts
+from decent_jax import topology
+from decent_jax.ground.run_folder import read_metrics
+from decent_jax.planner import network, runtime, simulator
+
+COMPUTE_S, SIZE = 0.2, 500_000  # of a step, seconds; parameters of a message
+NEVER = 10**6  # steps between questions
+SLEEPING = str(ROOT / "benchmarks" / "faults" / "sleeping.py")
+PEERS = {
+    "algorithm": "swarm",
+    "schedule": "random_matching",
+    "peers.use": True,
+    "peers.address": f"{HEAD}:{PORT}",
+    "peers.cpus": 1,
+    "peers.restarts": 1000,
+}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "peers": PEERS,
+    "one_peer_exp": {"algorithm": "decentralized_sgd", "schedule": "one_peer_exp"},
+    "all_reduce": {"algorithm": "all_reduce"},
+}
+
+
+# --- The runs on hosts, and what is measured of each ----------------------------------------------
+
+
+def cases_of(table: str, parsed) -> list[dict[str, Any]]:
+    """The runs of a table: hosts, the rate of their links in Mbit/s, and fields of the config."""
+    return [{"hosts": parsed.hosts, **case} for case in _cases_of(table, parsed)]
+
+
+def _cases_of(table: str, parsed) -> list[dict[str, Any]]:
+    if table == "slow":
+        factors = {"none": "", "2": "1:2", "10": "1:10"}
+        alone = {"program": "peers", "slow": "none", "mbit": 1000, "mix_every": NEVER}
+        return [alone] + [
+            {"program": program, "slow": name, "mbit": 1000, "data.slow": factor}
+            | ({"mix_every": 4} if program == "peers" else {})
+            for program in PROGRAMS
+            for name, factor in factors.items()
+        ]
+    if table == "links":
+        even = {"mbit": parsed.mbit}
+        return [
+            {"program": "peers", "mix_every": NEVER, **even},
+            *(
+                {"program": "peers", "mix_every": every, "peers.wire": wire, **even}
+                for every in (1, 4, 8)
+                for wire in ("float32", "lattice8")
+            ),
+            {"program": "one_peer_exp", **even},
+            {"program": "all_reduce", **even},
+        ]
+    raise ValueError(table)
+
+
+def flags_of(hosts: int, workdir: Path, fields: dict[str, Any]) -> list[str]:
+    """Of train.py, for the task that sleeps, with a replica on each host."""
+    fields = {"num_replicas": hosts, "batch_size": hosts} | fields
+    flags = ["--config", SLEEPING, "--workdir", str(workdir)]
+    return flags + [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
+    """Make a run, stop it after ``seconds`` of training, and read what it wrote."""
+    own = {"program", "hosts", "mbit", "slow"}
+    fields = PROGRAMS[case["program"]] | {k: v for k, v in case.items() if k not in own}
+    workdir = folder / "run"
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    with started(case, flags_of(case["hosts"], workdir, fields), folder) as process:
+        wait_for_rows(process, workdir, folder, 1)
+        found["start_s"] = time.monotonic() - began
+        watch(process, folder, seconds)
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+    return found | steps_of(workdir, case["hosts"], case["program"] == "peers")
+
+
+def steps_of(workdir: Path, hosts: int, peers: bool) -> dict[str, Any]:
+    """Seconds of a step of each peer, or of the program; and meetings of a peer per step."""
+    if not peers:
+        return {"step_s": {"run": step_s(workdir)}}
+    rows = [row for row in read_metrics(workdir) if row.get("peers/live") == hosts]
+    if len(rows) < 2:
+        return {"step_s": {}}
+    last = {name: rows[-1][name] - rows[0][name] for name in rows[0] if name in rows[-1]}
+    slots = sorted(path.name for path in (workdir / "peers").glob("[0-9]*"))
+    seconds = {}
+    for slot in slots:
+        made = max(last[f"peers/{slot}/steps"], 1)
+        seconds[slot] = step_s(workdir / "peers" / slot) or last["perf/wall_time_s"] / made
+    made = sum(last[f"peers/{slot}/steps"] for slot in slots)
+    names = ("met", "declined", "not_understood", "lost")
+    return {"step_s": seconds} | {name: last[f"peers/{name}"] / made for name in names}
+
+
+def step_s(folder: Path) -> float | None:
+    """Seconds of a step by the rows of a run after the first two; None: too few."""
+    rows = [row for row in read_metrics(folder) if "perf/wall_time_s" in row][2:]
+    if len(rows) < 2:
+        return None
+    took = rows[-1]["perf/wall_time_s"] - rows[0]["perf/wall_time_s"]
+    return took / (rows[-1]["step"] - rows[0]["step"])
+
+
+@contextlib.contextmanager
+def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
+    """`train.py` on the hosts; killed at the end, with everything that it started."""
+    names = names_of_hosts()
+    train = [str(ROOT / "train.py"), *flags]
+    if case["program"] == "peers":
+        command = inside(names[0], [sys.executable, *train])
+    else:
+        command = [sys.executable, str(ROOT / "benchmarks" / "run_on_hosts.py"), *train]
+    with (folder / "words.txt").open("w") as words:
+        process = subprocess.Popen(command, env=environment(), stdout=words, stderr=words)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_rows(process, workdir: Path, folder: Path, count: int) -> None:
+    ends = time.monotonic() + 120
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if len(read_metrics(workdir)) >= count:
+                return
+        if time.monotonic() > ends or process.poll() is not None:
+            sys.exit(f"the run did not begin:\n{(folder / 'words.txt').read_text()[-3000:]}")
+        time.sleep(0.1)
+
+
+def watch(process, folder: Path, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if process.poll() is not None:
+            sys.exit(f"the run ended:\n{(folder / 'words.txt').read_text()[-3000:]}")
+        time.sleep(0.2)
+
+
+def pids_of(host: str) -> list[int]:
+    listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+# --- The quickstart with eight peers --------------------------------------------------------------
+
+SWARM = {
+    "algorithm": "swarm",
+    "schedule": "random_matching",
+    "optimizer.name": "accum_adam",
+    "mix_every": 1,
+}
+OF_QUALITY: dict[str, dict[str, Any]] = {
+    "all_reduce": {"algorithm": "all_reduce", "optimizer.name": "accum_adam"},
+    "one_peer_exp": {},
+    "swarm": SWARM,
+    "peers": SWARM | {"peers.use": True},
+}
+
+
+def quality_of(program: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Nats per byte of the consensus model at the end of a run, and meetings per step and peer."""
+    config = f"{SLEEPING}:text" if program == "peers" else "quickstart"
+    fields = OF_QUALITY[program] | {"seed": seed, "eval.every": 3000}
+    command = [sys.executable, str(ROOT / "train.py"), "--config", config]
+    command += ["--workdir", str(folder)]
+    command += [f"--config.{name}={value}" for name, value in fields.items()]
+    own = {"PYTHONPATH": str(ROOT)}
+    if program == "peers":
+        own["JAX_NUM_CPU_DEVICES"] = "1"  # peers share two cores, so each is content with one
+    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | own)
+    loss = json.loads((folder / "summary.json").read_text())["final"]["eval/loss"]
+    rows = [row for row in read_metrics(folder) if "peers/met" in row]
+    return {"loss": loss} | (
+        {"met": rows[-1]["peers/met"] / (rows[-1]["step"] * 8)} if rows else {}
+    )
+
+
+# --- The tables -----------------------------------------------------------------------------------
+
+
+def quality_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| program | validation loss | mean | of all_reduce |", "|---|---|---|---|"]
+    losses = {name: [r["loss"] for r in rows if r["program"] == name] for name in OF_QUALITY}
+    base = statistics.mean(losses["all_reduce"])
+    for name, found in losses.items():
+        mean, listed = statistics.mean(found), ", ".join(f"{loss:.4f}" for loss in found)
+        lines.append(f"| {name} | {listed} | {mean:.4f} | {mean / base:.4f} |")
+    return "\n".join(lines)
+
+
+def predicted(row: dict[str, Any], alone_s: float) -> float:
+    """Seconds of a step of a synchronous program, by the planner; ``alone_s``: without messages."""
+    n = row["hosts"]
+    slow = dict(pair.split(":") for pair in row.get("data.slow", "").split(",") if pair)
+    factors = [float(slow.get(str(k), 1.0)) for k in range(n)]
+    # The rest of a step, which is no sleep, is as fast everywhere.
+    sleeps = [(alone_s + COMPUTE_S * (factor - 1)) / alone_s for factor in factors]
+    link = network.Link(100e-6, row["mbit"] * 1e6 / 8)
+    between = network.cluster([1] * n, network.Link(5e-6, 300e9), link)
+    work = runtime.Workload(4.0 * SIZE, alone_s / 3, 2 * alone_s / 3, slowness=tuple(sleeps))
+    algorithm: Any = runtime.AllReduce(bucket_bytes=float("inf"))
+    if row["program"] != "all_reduce":
+        algorithm = runtime.Gossip(topology.make(row["program"], n), execution="plain")
+    return simulator.simulate(between, work, algorithm, steps=400).step_s
+
+
+def waiting_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    alone = {where(row): row for row in rows if row.get("mix_every") == NEVER}
+    heads = ["hosts", "Mbit/s", "program", "host 1 slower", "H", "format"]
+    heads += ["a fast host's step, of alone", "planner"]
+    heads += ["examples of all, of each alone", "meetings per step"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        base = statistics.median(alone[where(row)]["step_s"].values())
+        n, peers = row["hosts"], row["program"] == "peers"
+        steps = sorted(row["step_s"].values())
+        slowness = float(row.get("data.slow", "").rpartition(":")[2] or 1)
+        ideal = (n - 1) / base + 1 / (base + (slowness - 1) * COMPUTE_S)
+        rate = sum(1 / s for s in steps) if peers else n / steps[0]
+        every = "never" if row.get("mix_every") == NEVER else str(row.get("mix_every", ""))
+        cells = [str(n), f"{row['mbit']:g}", row["program"], f"{slowness:g}", every]
+        cells += [row.get("peers.wire", ""), f"{statistics.median(steps[: n - 1]) / base:.3f}"]
+        cells += ["" if peers else f"{predicted(row, base) / base:.3f}", f"{rate / ideal:.3f}"]
+        lines.append([*cells, f"{row['met']:.2f}" if "met" in row else ""])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def where(row: dict[str, Any]) -> tuple[int, float]:
+    """On which hosts a run was."""
+    return row["hosts"], row["mbit"]
+
+
+def main(arguments: list[str]) -> None:
+    parser = commands.parser(__doc__)
+    parser.add_argument("table", choices=("slow", "links", "quality"))
+    parser.add_argument("--out", type=Path, default=Path("peers_out"), metavar="FOLDER")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run")
+    parser.add_argument("--mbit", type=float, default=75.0, help="of links, for the table links")
+    parser.add_argument("--hosts", type=int, default=4, help="of the table links")
+    parser.add_argument("--seeds", type=int, default=3, help="of the table quality")
+    parsed = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    path = parsed.out / f"{parsed.table}.jsonl"
+    rows = commands.read_rows(path)
+    quality = parsed.table == "quality"
+    if quality:
+        cases = [
+            {"program": name, "seed": seed} for seed in range(parsed.seeds) for name in OF_QUALITY
+        ]
+    else:
+        cases = cases_of(parsed.table, parsed)
+    known = [{k: row.get(k) for k in row["case"]} for row in rows]
+    missing = [case for case in cases if case not in known]
+    with contextlib.ExitStack() as stack:
+        if missing and not quality:
+            stack.enter_context(hosts(parsed.hosts, missing[0]["mbit"]))
+        for case in tqdm(missing, file=sys.stderr):
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                found = (
+                    quality_of(**case, folder=folder)
+                    if quality
+                    else measured(case, folder, parsed.seconds)
+                )
+            rows.append(case | {"case": list(case)} | found)
+            commands.write_rows(path, rows)
+    print((quality_table if quality else waiting_table)(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
