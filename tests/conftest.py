@@ -1,11 +1,8 @@
 """One process with eight simulated devices, and no tolerance for silent broadcasting."""
 
 import gc
-import json
 import os
 import signal
-from collections import Counter
-from pathlib import Path
 
 # Eight CPU devices on two cores: each waiting device holds a thread of XLA's pool, which is as
 # large as the core count, so a collective can wait for ever. Before jax starts.
@@ -42,7 +39,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("alike")
 
-SECONDS = Path(__file__).with_name("seconds.json")
+collect_ignore = ["data/weights/make.py"]  # needs torch; doctests are collected from every file
+
+LONGEST = "pipelines_ray peers multiprocess supervise launchers copies checkpoint docs train faults"
+LONGEST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 
 # Programs of tests run for a few steps, for which LLVM's optimizations do not pay: XLA compiles the
 # gradient of a GPT-2 layer in 0.7 instead of 14 s. They change no HLO, and so no message.
@@ -65,7 +65,6 @@ compiler.get_compile_options = _fast_options
 KEPT = 1000  # programs, before jax's caches are cleared
 _programs: list[str] = []  # that this process compiled
 _kept = 0  # of them, since the caches were cleared
-_seconds: Counter[str] = Counter()
 
 
 def _note(event, _, fun_name="", **__):
@@ -78,31 +77,9 @@ def _note(event, _, fun_name="", **__):
 jax.monitoring.register_event_duration_secs_listener(_note)
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--write-seconds",
-        action="store_true",
-        help=f"write to {SECONDS.name} what each file of tests took, and which tests are slow",
-    )
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that no worker idles at the end; a file keeps its order.
-
-    A test is `slow` where it took over 3 s when ``pytest --write-seconds`` was last run.
-    """
-    known = json.loads(SECONDS.read_text())
-
-    def order(item):
-        path, _, name = item.nodeid.partition("::")
-        new = 10 if path.startswith("tests/") else 0  # doctests of the package take no time
-        seconds, slow = known.get(path, (new, ()))
-        if name in slow:
-            item.add_marker("slow")
-        return -seconds, path
-
-    items.sort(key=order)
+    """The longest files first, so that no worker idles at the end; a file keeps its order."""
+    items.sort(key=lambda item: LONGEST.get(item.path.stem, len(LONGEST)))
 
 
 def pytest_collection_finish():
@@ -113,23 +90,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def pytest_runtest_logreport(report):
-    _seconds[report.nodeid] += report.duration
-
-
-def pytest_sessionfinish(session):
-    if not session.config.getoption("write_seconds") or "PYTEST_XDIST_WORKER" in os.environ:
-        return
-    known, root = json.loads(SECONDS.read_text()), session.config.rootpath
-    for path in {nodeid.partition("::")[0] for nodeid in _seconds}:
-        taken = {k.partition("::")[2]: s for k, s in _seconds.items() if k.startswith(path + "::")}
-        slow = sorted(name for name, seconds in taken.items() if seconds > 3)
-        known[path] = [round(sum(taken.values()), 1), slow]
-    kept = {k: v for k, v in sorted(known.items()) if v[0] >= 1 and (root / k).exists()}
-    lines = [f"  {json.dumps(path)}: {json.dumps(taken)}" for path, taken in kept.items()]
-    SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @pytest.fixture(scope="module", autouse=True)

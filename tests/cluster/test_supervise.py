@@ -336,6 +336,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_processes_start_again_and_end_with_their_supervisor(start_process, tmp_path, tiny_data):
     """One is killed, then an agent, then the supervisor."""
     program = tmp_path / "program.py"

@@ -128,6 +128,7 @@ def test_results_of_other_settings_are_no_results(config, tmp_path, capsys):
     assert "learning_rate: 0.01 -> 0.5" in said and str(out / "seed=0") in said
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_by_a_process_of_its_own(config, tmp_path, compile_once, monkeypatch):
     """The one real run here; its output is in its log."""
     for name, value in compile_once.items():

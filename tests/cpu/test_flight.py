@@ -106,6 +106,7 @@ def tiny_close(got, wanted):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_falls_due_during_a_flight_waits_until_it_has_landed(tmp_path):
     """Flights are from 1 to 4 and from 5 to 8; the one from 9 on would land after the end."""
     changes = {"algorithm": "noloco", "mix_every": 4, "noloco": {"delay": 3, "carry": True}}

@@ -131,6 +131,7 @@ def assert_same(got, wanted):
             assert tokens == wanted_tokens, (i, score, wanted_score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beam", [2, 4])
 def test_equals_a_slow_beam_search(beam):
     """Which runs to the end, so stopping early loses nothing; of the uncached model.

@@ -160,6 +160,7 @@ def assert_all_learn(grads):
         assert float(jnp.abs(leaf).max()) > 0, path
 
 
+@pytest.mark.slow
 def test_gradient_does_not_depend_on_padding_and_a_row_of_padding_is_finite():
     """Rows of padding fill up a batch: no NaN, forward or backward."""
     params = drawn(transformer, POST)

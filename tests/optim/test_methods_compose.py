@@ -185,6 +185,7 @@ def test_memory_is_what_is_declared(name):
 # --- layouts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_coded_messages_do_not_depend_on_the_layout():
     """Two replicas a device and all on one give the same three steps: messages coded by a key and
     the replica's number, and in pairs. test_methods has the others."""
@@ -273,6 +274,7 @@ def test_choco_reaches_consensus_on_the_mean():
 # --- another number of replicas -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_method_goes_on_with_another_number_of_replicas():
     """`replicas.resize` makes all equal, parameters and state, and the methods go on."""
 

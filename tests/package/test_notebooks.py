@@ -59,6 +59,7 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 %reset -f"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_runs(path, kernel):
     notebook = nbformat.read(path, as_version=4)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("topology", "gossip", "replicas", "optim")
 # Named tuples of optax, which says so only to itself.
@@ -13,6 +15,7 @@ OF_OTHERS = {"decent_jax.optim.EarlyMixing", "decent_jax.optim.frame.EarlyMixing
 OF_OTHERS |= {"decent_jax.optim.Delayed", "decent_jax.optim.frame.Delayed"}
 
 
+@pytest.mark.slow
 def test_every_public_name_of_the_core_has_known_types():
     command = [sys.executable, "-m", "pyright", "--verifytypes", "decent_jax"]
     command += ["--ignoreexternal", "--outputjson"]

@@ -120,6 +120,7 @@ def workdir(tmp_path_factory):
     return tmp_path_factory.mktemp("run") / "peers"
 
 
+@pytest.mark.slow
 def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     """One is killed, one joins, one is stopped and returns, one leaves; then Ctrl-C."""
     process = start_process(train_py(variables, workdir), **variables)
@@ -170,6 +171,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     both_sides_are_in_the_logs(workdir)
 
 
+@pytest.mark.slow
 def test_it_resumes_with_another_number(start_process, variables, workdir):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
     fields = {"peers__count": 1, "steps": steps + 60}

@@ -107,6 +107,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "cuts", "order", "tied", "n", "algorithm", "dropout"), CASES)
 def test_losses_and_parameters_equal_the_run_without_stages(
     stages, cuts, order, tied, n, algorithm, dropout, tiny_data, tmp_path

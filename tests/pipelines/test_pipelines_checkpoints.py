@@ -104,6 +104,7 @@ def run(made, tmp_path_factory):
     return folder, after
 
 
+@pytest.mark.slow
 def test_another_number_of_stages_and_replicas_goes_on_from_a_checkpoint(run, made):
     """Two stages as before give the same bits, one stage the same numbers."""
     folder, after = run

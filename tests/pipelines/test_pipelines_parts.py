@@ -60,6 +60,7 @@ def test_messages_keep_their_order_and_a_stranger_sends_none(box):
         box.take(keys[0], 0.0)
 
 
+@pytest.mark.slow
 def test_rounded_activations_give_nearly_the_same_gradient(tiny_data, tmp_path):
     """A step of plain SGD, relative to its norm; int8 rounds to 1/127 of a row's largest."""
 

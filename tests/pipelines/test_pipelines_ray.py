@@ -69,6 +69,7 @@ def workdir(killed, start):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_killed_stage_is_named_and_nothing_is_left(killed):
     _, words, children = killed
     assert "train.py: stage 1 of replica 0 was killed; the same" in words
@@ -82,6 +83,7 @@ def arrays(workdir, step):
     return {f"{part} {k}": x for part in parts for k, x in tiny.saved(workdir, step, part).items()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(workdir, killed):
     ours, theirs = arrays(workdir, STEPS), arrays(killed[0], STEPS)
     assert ours.keys() == theirs.keys() and len(ours) > 20

@@ -166,6 +166,7 @@ def test_averaging_hides_behind_the_pipelines_or_follows_its_stage(three_regions
     assert gossiped == max(done.max(), beside.max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaging", ["all_reduce", "gossip"])
 def test_exchanges_end_at_the_fastest_of_all_layouts(three_regions, averaging):
     """One machine too many, and one of half the speed: all 5040 layouts are compared."""

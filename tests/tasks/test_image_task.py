@@ -215,6 +215,7 @@ def test_recomputed_statistics(model, devices):
 # --- A run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm, policies",
     [("decentralized_adam", ("mix", "average")), ("all_reduce", ("mix",))],

@@ -101,6 +101,7 @@ def interrupt(folder, step, **changes):
     assert tiny.summary(folder)["interrupted"] is True
 
 
+@pytest.mark.slow
 def test_a_signal_then_the_same_command(whole, tmp_path, capsys):
     """Stopped twice, in the middle of a window of 3 steps."""
     folder = tmp_path / "run"
@@ -358,6 +359,7 @@ def command(tmp_path, start_process, compile_once):
     return start
 
 
+@pytest.mark.slow
 def test_the_command_is_stopped_and_killed_again_and_again(command, whole, tmp_path):
     """Ctrl-C once saves a checkpoint; twice it leaves at once; so does kill -9."""
     folder, steps = tmp_path / "run", random.Random(os.getpid())
@@ -400,6 +402,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_a_sentence(command, tmp_path):
     """No file may grow past 64 kB, as if there was no room for more."""
     flags = ["--config.steps=40", "--config.eval.every=0", "--config.checkpoint.every=15"]

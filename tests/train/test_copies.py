@@ -93,6 +93,7 @@ def copies_in(memory):
     return sorted(memory.glob("*/*/*/*.copy"), key=lambda path: int(path.stem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
     """Model, optimizer, random state, data and the row that had begun; the copies then go."""
@@ -158,6 +159,7 @@ OVERLAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", OVERLAPPED)
 def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(
     algorithm, tmp_path, memory, supervised

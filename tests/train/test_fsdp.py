@@ -82,6 +82,7 @@ def a_batch(task, placement, batch_size):
         return placement.put(next(batches))
 
 
+@pytest.mark.slow
 def test_the_step_sends_shards_and_keeps_the_state_where_it_is(trainer):
     step, state, placement, task = trainer
     batch = a_batch(task, placement, 8)
@@ -101,6 +102,7 @@ def test_the_step_sends_shards_and_keeps_the_state_where_it_is(trainer):
         assert sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
+@pytest.mark.slow
 def test_devices_share_the_examples_of_each_micro_batch(tiny_data, monkeypatch):
     """With two devices per replica half the products on each, and no batch is gathered for it.
 
@@ -140,6 +142,7 @@ def test_devices_share_the_examples_of_each_micro_batch(tiny_data, monkeypatch):
     assert integers and max(integers) < tokens / 2
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_whole_replicas_and_resumes_bit_for_bit(tmp_path):
     def run(folder, steps, **mesh):
         changes = {"eval": {"every": 3}}

@@ -188,6 +188,7 @@ class Killed(BaseException):
     """Ends a run as nothing that it expects."""
 
 
+@pytest.mark.slow
 def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recovery(
     tmp_path, monkeypatch
 ):

@@ -63,6 +63,7 @@ def numbers(workdir):
     return {(row["step"], name): value for row in rows for name, value in row.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_do_not_depend_on_the_layout(run, case):
     changes, layout = CASES[case]
@@ -316,6 +317,7 @@ def lm_loss_by_hand(model, windows):
     return -float(jnp.take_along_axis(logp, windows[:, 1:, None], axis=-1).mean())
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys, monkeypatch):
     """The one run of this file that trains a language model, and draws its curves."""
     every = {"eval": {"every": 5}, "log": {"every": 3}, "checkpoint": {"every": 4}}

@@ -30,6 +30,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
     def run(folder, steps, **changes):

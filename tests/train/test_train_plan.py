@@ -27,6 +27,7 @@ def save(folder, devices, schedule, mix_every=1):
     return {"plan": str(path)}
 
 
+@pytest.mark.slow
 def test_the_order_of_devices_changes_no_number(run, tmp_path, capsys):
     settings = {"steps": 4, "mesh": {"devices": 4}, "mix_every": 2, "schedule": "one_peer_exp"}
     plain = run("plain", **settings)
