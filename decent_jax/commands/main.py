@@ -1,5 +1,6 @@
 """The commands of this project under one name: ``decent-jax COMMAND ...``."""
 
+import difflib
 import importlib
 import io
 import os
@@ -25,7 +26,6 @@ COMMANDS = {
     "sample": ("commands.sample", "continue a prompt with a trained model"),
     "translate": ("commands.translate", "translate sentences with a trained model"),
     "export": ("commands.export", "write a trained model as .safetensors"),
-    "sweep": ("commands.sweep", "train every combination of seeds, schedules, ..."),
     "status": ("commands.status", "show how far a run is, and what goes wrong"),
     "plot": ("commands.plot", "draw the curves of a run, or compare several"),
     "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
@@ -61,10 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        print(
-            f"decent-jax: there is no command {shown(name)}; choose one of {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
+        near = difflib.get_close_matches(name, COMMANDS, n=3, cutoff=0.3) or COMMANDS
+        hint = f"the nearest are {', '.join(near)}; --help lists all"
+        print(f"decent-jax: there is no command {shown(name)}; {hint}", file=sys.stderr)
         return 2
     if name == "train":
         return train(rest, "decent-jax train")

@@ -136,13 +136,7 @@ json_file = functools.partial(output_file, endings=(".json",))
 picture_file = functools.partial(output_file, endings=(".png", ".pdf", ".svg"))
 
 MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON files
-_OURS = re.compile(
-    rb"(\{|\x89PNG|%PDF|<\?xml|<!doctype html>).*"
-    + MARK.encode()
-    # Plain columns leave no room for a mark: the table of `sweep`.
-    + rb"|[^\n]*,state,steps,validation_loss,",
-    re.DOTALL,
-)
+_OURS = re.compile(rb"(\{|\x89PNG|%PDF|<\?xml|<!doctype html>).*" + MARK.encode(), re.DOTALL)
 
 
 def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OURS) -> None:

@@ -117,9 +117,7 @@ FIELDS = {
     "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
     "log.tensorboard": Changeable(False, "also write TensorBoard's files"),
     "log.wandb": Changeable(False, "also log to Weights & Biases"),
-    "log.trackers": Changeable(
-        "", "also prometheus, or classes of your own by their dotted names, between commas"
-    ),
+    "log.trackers": Changeable("", "classes of your own by their dotted names, between commas"),
     "profile.count": Changeable(0, "steps traced into workdir/profile, after 10", at_least=0),
 }
 
@@ -210,7 +208,7 @@ def load_saved(workdir: str | Path) -> ConfigDict:
 
 
 def validate(config: ConfigDict) -> None:
-    """Check all that can be checked without a device; a run, `--check` and sweeps ask the same.
+    """Check all that can be checked without a device; as a run, `--check` and the planner do.
 
     Raises:
       ConfigError: naming the field, its value and what was expected.

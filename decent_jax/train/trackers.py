@@ -8,7 +8,6 @@ it.
 
 import importlib.util
 import os
-import re
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -207,43 +206,4 @@ class WandB:
         self._run.finish()
 
 
-class Prometheus:
-    """The newest numbers for Prometheus to fetch, at the port that the variable
-    ``DECENT_JAX_PROMETHEUS`` names, 9464 by default.
-
-    ``train/loss`` is ``decent_jax_train_loss{run="FOLDER"}``; ``decent_jax_step`` counts the steps.
-    """
-
-    def __init__(self, workdir: Path, start_step: int):
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        self._run, self._registry = workdir.resolve().name, CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
-        wanted = int(os.environ.get("DECENT_JAX_PROMETHEUS", "9464"))
-        self._server, self._thread = start_http_server(wanted, registry=self._registry)
-        self.port = self._server.server_port
-
-    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
-        """Nothing: Prometheus has numbers only."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Set the gauges."""
-        from prometheus_client import Gauge
-
-        for name, value in {**metrics, "step": step}.items():
-            known = "decent_jax_" + re.sub(r"\W", "_", name)
-            if known not in self._gauges:
-                self._gauges[known] = Gauge(known, name, ["run"], registry=self._registry)
-            self._gauges[known].labels(self._run).set(value)
-
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Nothing, likewise."""
-
-    def finish(self) -> None:
-        """Close the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-TRACKERS |= {"tensorboard": TensorBoard, "wandb": WandB, "prometheus": Prometheus}
+TRACKERS |= {"tensorboard": TensorBoard, "wandb": WandB}

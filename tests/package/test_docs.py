@@ -113,7 +113,7 @@ def configs_in(path):
         text = "\n".join(cell.source for cell in nbformat.reads(text, as_version=4).cells)
     for line in re.sub(r"\\+\n\s*", " ", text).splitlines():
         for name, rest in re.findall(r"--config ([\w/.]+(?::[\w,]+)?)([^`]*)", line):
-            yield name, re.findall(r"--config\.\w\w[\w.]*=[^\s`\"')\\]+", rest)
+            yield name, re.findall(r"--config\.\w\w[\w.]*=[^\s`\"')\\$]+", rest)
 
 
 NAMING = {

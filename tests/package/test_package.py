@@ -203,8 +203,10 @@ def test_the_command_teaches_and_knows_its_commands(capsys):
             command.main([name, "--help"])
         assert capsys.readouterr().out.startswith(f"usage: decent-jax {name} ")
     assert all(name in words for name in command_line.CONFIGS)
-    assert command.main(["tran"]) == 2
-    assert capsys.readouterr().err.startswith("decent-jax: there is no command 'tran'; choose one")
+    for wrong, near in (("tran", "train"), ("sweep", "sample"), ("\u2192", "planner")):
+        assert command.main([wrong]) == 2
+        err = capsys.readouterr().err
+        assert f"no command {wrong!r}" in err and near in err and err.count("\n") == 1
     assert command.main(["plot", "nowhere"]) == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -158,7 +158,7 @@ def cases(table):
 def test_a_wrong_value_is_refused_before_anything_begins(
     call, tmp_path, monkeypatch, arguments, field, value
 ):
-    """By the command as by `train.run`, which sweeps and --check ask, too."""
+    """By the command as by `train.run`, which --check and the planner ask, too."""
     names = {argument.partition("=")[0] for argument in arguments}
     needs_data = "epoch" in " ".join(arguments)  # of the data, which is opened first
     if not needs_data and not any(name.startswith("mesh.") for name in names):
@@ -190,7 +190,7 @@ def test_a_wrong_value_is_refused_before_anything_begins(
     ],
 )
 def test_a_refusal_carries_its_field_and_value(changes, field, value):
-    """Whatever asks: a run, a dry run or a sweep."""
+    """Whatever asks: a run or a dry run."""
     with refused(field, value):
         config_lib.validate(tiny.waves(**changes))
     with refused(field, value):

@@ -1,11 +1,9 @@
 """Trackers: what each gets, also one's own, and a run whose tracker fails."""
 
-import contextlib
 import importlib.machinery
 import json
 import sys
 import types
-import urllib.request
 
 import pytest
 import tiny
@@ -122,24 +120,3 @@ def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
     events = list((tmp_path / "tensorboard").iterdir())
     text = b"".join(path.read_bytes() for path in events)
     assert all(word in text for word in (b"train/loss", b"final.eval/loss", b"| seed | 1 |"))
-
-
-def test_prometheus_fetches_the_newest_numbers(tmp_path, monkeypatch):
-    """Two runs cannot have one port: the second one goes on without it."""
-    pytest.importorskip("prometheus_client")
-    monkeypatch.setenv("DECENT_JAX_PROMETHEUS", "0")
-    makes, said = trackers.named(tiny.waves(log={"trackers": "prometheus"})), []
-    with contextlib.ExitStack() as held:
-        tracker = makes["prometheus"](tmp_path / "run", 0)
-        held.callback(tracker.finish)
-        for step in (10, 20):
-            tracker.log({"train/loss": 50 / step, "replicas/0/loss": float("nan")}, step)
-        port = tracker.port
-        with urllib.request.urlopen(f"http://localhost:{port}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        assert 'decent_jax_train_loss{run="run"} 2.5' in lines
-        assert 'decent_jax_step{run="run"} 20.0' in lines
-        assert 'decent_jax_replicas_0_loss{run="run"} NaN' in lines
-        monkeypatch.setenv("DECENT_JAX_PROMETHEUS", str(port))
-        Trackers(makes, tmp_path / "other", 0, said.append).log({"train/loss": 1.0}, 1)
-    assert len(said) == 1 and "prometheus" in said[0]
