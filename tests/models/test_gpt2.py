@@ -109,7 +109,7 @@ def recompute(config, params, prompt, num_tokens):
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize(("prompt", "num_tokens"), [(3, 0), (3, 4), (3, 12), (8, 3), (11, 2)])
+@pytest.mark.parametrize(("prompt", "num_tokens"), [(3, 0), (3, 12), (11, 2)])
 def test_greedy_equals_recomputation(config, prompt, num_tokens):
     """Within the context (cache), past it (sliding window), and from one to the other."""
     params = drawn(decoders, config)

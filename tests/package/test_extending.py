@@ -10,7 +10,6 @@ import optax
 import pytest
 import small_runs
 import tiny
-from damage import flip_bits
 from ml_collections import ConfigDict
 from refusals import refused, refuses
 from trees import assert_equal
@@ -228,23 +227,6 @@ def test_optimizers_that_cannot_be(algorithm, name, named, tiny_data):
         config_lib.validate(config)
 
 
-@pytest.mark.slow
-def test_a_run_with_muon_of_optax(tiny_data, tmp_path, compile_once):
-    """It trains and resumes."""
-    config = tiny.config(
-        tiny_data,
-        algorithm="decentralized_sgd",
-        schedule="complete",
-        optimizer={"name": "optax.contrib.muon(ns_steps=2)"},
-        steps=3,
-        log={"every": 3},
-    )
-    first = train.run(config, tmp_path / "run")
-    config.steps = 5
-    summary = train.run(config, tmp_path / "run")
-    assert summary["steps"] == 5 and np.isfinite(first["final"]["eval/loss"])
-
-
 # --- tasks of other packages ----------------------------------------------------------------------
 
 
@@ -285,18 +267,6 @@ def test_a_task_of_another_package(outside, tmp_path, capsys):
     for command, refusal in ((sample, "continue a prompt"), (translate, "translate")):
         assert command.main(["--workdir", str(run)]) == 2
         assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
-
-
-def test_a_damaged_model_is_not_exported(outside, tmp_path, capsys):
-    run = tiny.run(line_config(outside), tmp_path / "run")
-    out = tmp_path / "out" / "line.safetensors"
-    for which, folder in (("best", run / "best" / "2"), ("last", run / "checkpoints" / "2")):
-        flip_bits(folder)
-        capsys.readouterr()
-        arguments = ["--workdir", str(run), "--which", which, "--out", str(out)]
-        assert export.main(arguments) == 2
-        assert f"no checkpoint in {folder.parent} can be read: step 2" in capsys.readouterr().err
-        assert not out.exists()
 
 
 def test_a_registered_name(outside):

@@ -19,7 +19,6 @@ from decent_jax.planner import network, placement, predict, recommend
 from decent_jax.planner.gossip_placement import evaluate
 from decent_jax.planner.pipeline_time import AVERAGING, StepTime
 from decent_jax.planner.runtime import LogNormal, Workload
-from decent_jax.tasks import language_modeling
 from decent_jax.train import flags
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt2_openwebtext.py"
@@ -85,23 +84,6 @@ def test_predict_prints_what_is_predicted(capsys):
     work, gossip = work_of(compute=LogNormal(0.1)), {"mix_every": 2, "wire": "int8"}
     rows = predict.compare(network.preset("nvlink_25gbe", 2, 4), work, **gossip)
     assert out == predict.format_table(rows) + "\n"
-
-
-def test_predict_takes_model_and_replicas_from_a_config_and_draws(capsys, tmp_path):
-    gantt, names = tmp_path / "gantt.png", ["all_reduce", "one_peer_exp"]
-    out = works(
-        capsys,
-        *("predict", "--network", "nvlink_25gbe", "--config", f"{CONFIG}:decentralized"),
-        *("--compute_s", 0.178, "--algorithms", ",".join(names), "--wire", "int8"),
-        *("--out", gantt),
-    )
-    parameters, late, rows = language_modeling.count_parameters(
-        flags.load(f"{CONFIG}:decentralized")
-    )
-    work = work_of(parameters, 0.178, late_bytes=4 * late, row_length=parameters / rows)
-    found = predict.compare(network.preset("nvlink_25gbe", 4, 4), work, names, wire="int8")
-    assert out == f"{predict.format_table(found)}\n{gantt}\n"  # nodes of config.local_size
-    assert gantt.read_bytes().startswith(b"\x89PNG")
 
 
 def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
@@ -267,15 +249,16 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     """DT-FM's case 4 by its published total."""
     arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
     arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
+    arguments += ["--out", picture := tmp_path / "p.png"]
     out = works(capsys, *arguments, *HURRY, "--plan", path := tmp_path / "plan.json")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
     plan = plan_file.load(path)
     assert (plan.stages, plan.schedule.num_replicas, plan.layers) == (8, 8, ())
     assert f"stage 0: {' '.join(plan.devices[::8])}" in out  # of the eight replicas
 
 
-@pytest.mark.parametrize(("order", "averaging"), [("gpipe", "all_reduce"), ("1f1b", "gossip")])
-def test_place_exchanges_machines_until_the_step_is_shortest(order, averaging, capsys, tmp_path):
+def test_place_exchanges_machines_until_the_step_is_shortest(capsys, tmp_path):
     """Against all layouts of four machines, of which one is three times as fast."""
     whole, speeds = two_sites(tmp_path).take([0, 2, 1, 4]), [1, 1, 3, 1]
     whole.save(tmp_path / "network.json")
@@ -285,7 +268,7 @@ def test_place_exchanges_machines_until_the_step_is_shortest(order, averaging, c
         *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", "--stages", 2),
         *("--replicas", 2, "--pipeline_bytes", "4e8", "--micro_batches", 4, "--compute_s", 6),
         *("--layers", 7, "--output_layers", 2, "--speeds", tmp_path / "speeds.json"),
-        *("--order", order, "--averaging", averaging, *HURRY),
+        *("--order", "1f1b", "--averaging", "gossip", *HURRY),
         *("--plan", path := tmp_path / "plan.json"),
     )
     job, schedule = placement.Job(2, 2, 2e8, 4e8), topology.make("one_peer_exp", 2)
@@ -295,7 +278,7 @@ def test_place_exchanges_machines_until_the_step_is_shortest(order, averaging, c
         slow = np.array(speeds)[stages].min(axis=1)
         return min(range(1, 7), key=lambda k: max(k / slow[0], (9 - k) / slow[1]))
 
-    def seconds_of(stages, order=order, averaging=averaging):
+    def seconds_of(stages, order="1f1b", averaging="gossip"):
         k = layers_of(stages)
         forward_s = 6 / 3 / 4 * np.array([[k], [9 - k]]) / 9 / np.array(speeds)[stages]
         return step(stages, forward_s, order, averaging)
@@ -312,14 +295,6 @@ def test_place_exchanges_machines_until_the_step_is_shortest(order, averaging, c
         assert list(map(float, row.split("|"))) == pytest.approx(taken, rel=1e-3)
     costs = placement.evaluate(whole, job, stages)
     assert found.expected == pytest.approx(costs._asdict() | {"total_s": costs.total_s})
-
-
-@pytest.mark.parametrize("command", ["", "network", "predict", "recommend", "place"])
-def test_help_teaches_with_examples(capsys, command):
-    with pytest.raises(SystemExit) as left:
-        cli.main([*command.split(), "--help"])
-    assert left.value.code == 0
-    assert "decent-jax planner" in capsys.readouterr().out
 
 
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
@@ -364,29 +339,20 @@ def test_planning_does_not_import_jax():
         (["predict"], "--network"),
         (["predict", "--network", "nowhere", *MODEL], "got 'nowhere'"),
         (["predict", *CLUSTER, *MODEL], "--nodes"),
-        (["predict", *CLUSTER, *MODEL, "--nodes", "2,4"], "'2,4'"),
-        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "'two'"),
-        (["predict", *TWO], "--parameters"),
         (["predict", *TWO, "--parameters", "1e6"], "--compute_s"),
         (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s"),
-        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "'nan'"),
         (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
         (["predict", *TWO, *MODEL, "--trace", "x"], "--trace"),
-        (["predict", *TWO, *PLACED, "--trace", "x"], "--trace x"),
         (["predict", *TWO, *MODEL, "--wire", "int3"], "--wire"),
         (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no.py"),
         (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "dtfm_case1"),
         (["recommend", *TWO, *MODEL, "--wires", "int3"], "--wires"),
         (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
-        (["place", *TWO], "--parameters"),
-        (["place", *TWO, *PLACED, "--schedule", "web"], "'web'"),
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "hypercube"),
         (["place", *TWO, *PLACED, "--stages", "2"], "--replicas"),
         (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "--compute_s"),
-        (["place", *TWO, *PLACED, *STAGES, "--averaging", "none"], "'none'"),
         (["place", *TWO, *PLACED, *STAGES, "--layers", "1"], "pipeline.stages 2"),
         (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "8 devices"),
-        (["place", *TWO, *PLACED, *STAGES, "--speeds", "no"], "no"),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
 )
@@ -410,12 +376,3 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(capsys, tmp_pa
     err = refused(capsys, name, *CLUSTER, "--nodes", 2, *flags, nowhere)
     assert f"{flags[-1]}: " in err and str(nowhere) in err
     assert not list(tmp_path.iterdir())
-
-
-def test_more_nodes_or_replicas_than_the_network_has(capsys, tmp_path):
-    network.preset("nvlink_25gbe", 4, 2).save(path := tmp_path / "network.json")
-    arguments = ["predict", "--network", path, "--compute_s", 1]
-    err = refused(capsys, *arguments, "--nodes", 9, "--parameters", "1e6")
-    assert "--nodes" in err and "got 9" in err
-    err = refused(capsys, *arguments, "--config", f"{CONFIG}:decentralized")
-    assert "num_replicas" in err and "got 16" in err

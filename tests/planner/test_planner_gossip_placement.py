@@ -12,11 +12,8 @@ from decent_jax.planner import network as networks
 from decent_jax.planner.gossip_placement import (
     disagreement_s,
     evaluate,
-    near_clusters,
     place_schedule,
 )
-from decent_jax.plots import network as plots
-from decent_jax.plots import style as plot_style
 
 MODEL_BYTES = 498e6  # GPT-2 124M in float32
 
@@ -46,13 +43,6 @@ def test_disagreement_of_exact_schedules():
             rounds = matrices(name, n)
             assert disagreement_s(rounds, [2.0] * len(rounds)) == pytest.approx(2 * (0.5 + left))
     assert disagreement_s(matrices("complete", 1), [3.0]) == 0
-
-
-def test_disagreement_of_a_static_symmetric_schedule():
-    (ring,) = matrices("bidirectional_ring", 8)
-    eigenvalues = 1 / 3 + 2 / 3 * np.cos(2 * np.pi * np.arange(1, 8) / 8)
-    wanted = 0.1 * (0.5 + np.mean(1 / (1 - eigenvalues**2)))
-    assert disagreement_s([ring], [0.1]) == pytest.approx(wanted)
 
 
 def test_disagreement_is_what_drifting_replicas_settle_at():
@@ -126,7 +116,7 @@ def test_the_best_of_all_orders_is_found(network, schedule, steps):
     assert exact(network, schedule, found.order) == pytest.approx(best, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_of_few_devices_all_orders_of_a_mean_are_compared(seed):
     """A ring of all devices has an order too; a search of three steps would not find the best."""
     network, schedule = uneven(5, seed), topology.make("complete", 5)
@@ -160,21 +150,6 @@ def test_a_shuffled_cluster_is_put_in_order():
     assert sorted(found.round_s) == pytest.approx([inside] * 5 + [across])
 
 
-def test_the_next_cluster_begins_with_the_device_that_is_farthest():
-    seconds = np.abs(np.subtract.outer(np.arange(6.0), np.arange(6.0)))
-    assert near_clusters(seconds, 2, first=1) == [[1, 0], [5, 4], [2, 3]]
-
-
-def test_an_order_is_never_worse_than_the_networks_own():
-    network = networks.regions({"Oregon": 3, "Ohio": 2, "London": 4})
-    for name in ("one_peer_exp", "complete"):
-        schedule = topology.make(name, 9)
-        own = evaluate(network, schedule, MODEL_BYTES)
-        found = place_schedule(network, schedule, MODEL_BYTES, steps=3, time_limit_s=60)
-        assert found.disagreement_s <= own.disagreement_s
-        assert sorted(found.order.tolist()) == list(range(9))
-
-
 def test_a_seed_gives_one_order_and_progress_shows_a_bar(capsys):
     network = networks.regions({"Oregon": 3, "Ohio": 2, "London": 3})
     schedule = topology.make("one_peer_exp", 8)
@@ -200,20 +175,3 @@ def test_an_order_needs_a_device_for_every_replica():
     network = networks.regions({"Oregon": 3})
     with refuses(4, 3):
         place_schedule(network, topology.make("ring", 4), MODEL_BYTES)
-
-
-def test_the_picture_of_a_schedule_is_drawn(tmp_path):
-    schedule = topology.make("alternating_exp_ring", 4, local_size=2)
-    placed = evaluate(FOUR, schedule, MODEL_BYTES, order := [3, 1, 0, 2])
-    wanted = [
-        [[order[i], order[j]] for send in rnd.sends for i, j in enumerate(send.sources) if j >= 0]
-        for rnd in schedule.rounds
-    ]
-    assert [pairs.tolist() for pairs in placed.transfers] == wanted and any(wanted)
-    assert placed.titles == (
-        "Who receives from whom: alternating_exp_ring (groups of 2 average first)",
-        f"{placed.mean_round_s:.3g} s per round, disagreement {placed.disagreement_s:.3g} s",
-    )
-    drawn = placed.transfers, placed.round_s, placed.titles
-    figure = plots.draw_gossip(FOUR.gbit_per_s, FOUR.names, *drawn)
-    assert plot_style.save(figure, tmp_path / "gossip.png").stat().st_size > 10_000

@@ -86,7 +86,7 @@ def test_take_reorders_everything_together():
             network.take(devices)
 
 
-@pytest.mark.parametrize("field", ["latency_s", "bandwidth_bytes_per_s", "nic_bytes_per_s", "node"])
+@pytest.mark.parametrize("field", ["latency_s", "node"])
 def test_true_and_false_are_no_numbers(field, tmp_path):
     networks.preset("nvlink_25gbe", 2, 1).save(path := tmp_path / "network.json")
     fields = json.loads(path.read_text())
@@ -107,31 +107,6 @@ def test_a_file_is_read_back_as_it_was(tmp_path):
     assert network.nic_bytes_per_s.tolist() == [2.5e8] * 3
     for name, values in dataclasses.asdict(network).items():
         np.testing.assert_array_equal(getattr(again, name), values)
-
-
-def test_optional_fields_may_be_missing(tmp_path):
-    path = tmp_path / "network.json"
-    matrices = {"latency_s": THREE_MS, "bandwidth_bytes_per_s": THREE_GBIT.tolist()}
-    path.write_text(json.dumps({"format": networks.FORMAT, "node": None, **matrices}))
-    assert networks.load(path).num_nodes == 3
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("{", "JSON"),
-        ("[1, 2]", "format"),
-        ('{"format": "something else"}', "format"),
-        (json.dumps({"format": networks.FORMAT, "latency_s": [[0]]}), "bandwidth_bytes_per_s"),
-        (None, "No such file"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path, content, named):
-    path = tmp_path / "net.json"
-    if content is not None:
-        path.write_text(content)
-    with refuses(path, named):
-        networks.load(path)
 
 
 def changed(matrix, *entries):

@@ -139,7 +139,7 @@ def test_stages_average_for_the_time_of_their_own_network(three_regions):
     np.testing.assert_allclose(averaging_s(net, stages, 4e8, schedule), gossiped)
 
 
-@pytest.mark.parametrize("name", ["complete", "alternating_exp_ring", "one_peer_exp"])
+@pytest.mark.parametrize("name", ["alternating_exp_ring", "one_peer_exp"])
 def test_gossip_between_pipelines_takes_the_mean_of_its_rounds(name):
     """Means of groups, which send no permutation, are not free either."""
     net = network.preset("dtfm_case4").take([0, 1, 16, 17])
@@ -167,15 +167,14 @@ def test_averaging_hides_behind_the_pipelines_or_follows_its_stage(three_regions
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("averaging", ["all_reduce", "gossip"])
-def test_exchanges_end_at_the_fastest_of_all_layouts(three_regions, averaging):
+def test_exchanges_end_at_the_fastest_of_all_layouts(three_regions):
     """One machine too many, and one of half the speed: all 5040 layouts are compared."""
     net, job, schedule = three_regions
     step = StepTime(net, job, schedule, 2)
     forward = 0.0496 / np.array([1, 1, 0.5, 1, 1, 1, 1])
 
     def seconds_of(stages):
-        return step(stages, forward[stages], "gpipe", averaging)
+        return step(stages, forward[stages], "gpipe", "gossip")
 
     every = [np.array(one).reshape(3, 2) for one in itertools.permutations(range(7), 6)]
     seconds = list(map(seconds_of, every))
@@ -183,16 +182,3 @@ def test_exchanges_end_at_the_fastest_of_all_layouts(three_regions, averaging):
     got = exchanged(slowest, range(7), seconds_of, time_limit_s=60, steps=2000)
     assert sorted({*got.ravel()}) == sorted(got.ravel())
     assert seconds_of(got) == pytest.approx(best, rel=1e-9) and best < 0.9 * max(seconds)
-
-
-def test_without_time_it_is_the_fastest_of_the_layouts_to_begin_with(three_regions):
-    net, job, schedule = three_regions
-    step = StepTime(net, job, schedule, 8)
-
-    def seconds_of(stages):
-        return step(stages, np.full((3, 2), 0.01), "gpipe", "gossip")
-
-    given = np.array([[6, 0], [5, 1], [4, 2]])
-    starts = [given, np.arange(6).reshape(2, 3).T, np.arange(6).reshape(3, 2)]
-    got = exchanged(given, range(7), seconds_of, time_limit_s=0.0)
-    assert seconds_of(got) == min(map(seconds_of, starts)) < max(map(seconds_of, starts))

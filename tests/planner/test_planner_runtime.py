@@ -36,12 +36,6 @@ class ShiftedExponential:
         return self.shift - (1 - self.shift) * np.log(probability)
 
 
-@pytest.mark.parametrize("n", [1, 2, 1024])
-def test_the_maximum_of_shifted_exponentials_is_harmonic(n):
-    harmonic = sum(1 / k for k in range(1, n + 1))
-    assert expected_max(ShiftedExponential(0.7), n) == pytest.approx(0.7 + 0.3 * harmonic, 1e-6)
-
-
 @pytest.mark.parametrize("sigma", [0.0, 0.3, 1.0])
 def test_the_maximum_of_two_lognormals(sigma):
     """E max = 2 Phi(sigma / sqrt 2) for two lognormals of mean 1 (Clark 1961)."""
@@ -88,11 +82,13 @@ def test_all_reduce_by_hand(model_bytes, late_bytes, bucket_bytes, seconds):
     assert runtime.all_reduce_step_s(whole, work, ring) == pytest.approx(seconds + 0.003)
 
 
-@pytest.mark.parametrize("k, collective", list(enumerate(["ring", "tree", "auto", "hierarchical"])))
-@pytest.mark.parametrize("j, model_bytes", list(enumerate([5e6, 100e6, 300e6])))
-def test_all_reduce_simulated_is_the_closed_form(k, collective, j, model_bytes):
-    """Every collective on every size, with and without gradients that are late."""
-    whole, late = cluster(2, 4), 0.3 * ((j + k) % 2)
+@pytest.mark.parametrize(
+    ("collective", "model_bytes", "late"),
+    [("ring", 5e6, 0.3), ("tree", 100e6, 0), ("auto", 300e6, 0.3), ("hierarchical", 100e6, 0.3)],
+)
+def test_all_reduce_simulated_is_the_closed_form(collective, model_bytes, late):
+    """Every collective, with and without gradients that are late."""
+    whole = cluster(2, 4)
     algorithm = AllReduce(collective, 25e6)
     constant = workload(model_bytes, late_bytes=late * model_bytes)
     exact = runtime.all_reduce_step_s(whole, constant, algorithm)
@@ -142,9 +138,15 @@ def transcribed(durations, groups, forward, backward, update, parts, steps):
     return np.array(ends)
 
 
-@pytest.mark.parametrize("name", ["hypercube", "alternating_exp_ring", "ring", "complete"])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("model_bytes", [20e6, 120e6])
+@pytest.mark.parametrize(
+    ("name", "parts", "model_bytes"),
+    [
+        ("hypercube", 1, 20e6),
+        ("alternating_exp_ring", 4, 120e6),
+        ("ring", 4, 20e6),
+        ("complete", 1, 120e6),
+    ],
+)
 def test_gossip_simulated_is_the_recursion_transcribed(name, parts, model_bytes):
     whole = cluster(2, 4)
     schedule = topology.make(name, 8, local_size=4)
@@ -163,8 +165,7 @@ def test_gossip_simulated_is_the_recursion_transcribed(name, parts, model_bytes)
     np.testing.assert_allclose(run.ends_s, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("mix_every", [1, 3])
-@pytest.mark.parametrize("model_bytes", [20e6, 60e6, 500e6])
+@pytest.mark.parametrize(("mix_every", "model_bytes"), [(1, 20e6), (3, 60e6), (1, 500e6)])
 def test_gossip_of_equal_replicas_has_a_closed_form(model_bytes, mix_every):
     """Compute constant, every replica alike: each step takes the longer of the two, plus U."""
     whole = cluster(8, 1)
@@ -197,14 +198,6 @@ def test_gossip_waits_for_neighbours_only():
     )
     assert lost["ring"] < lost["one_peer_exp"] < lost["complete"] < lost["all_reduce"]
     assert lost["one_peer_exp"] < 0.6 * lost["all_reduce"]
-
-
-def test_gossip_cannot_outrun_a_replica_that_is_always_slow():
-    slow = workload(1e3, slowness=(1.0,) * 7 + (1.5,))
-    gossip = Gossip(topology.make("one_peer_exp", 8))
-    assert simulate(cluster(8, 1), slow, gossip, steps=300, warm_up=300).step_s == pytest.approx(
-        0.18 + 0.003, rel=1e-3
-    )
 
 
 def test_events_are_what_the_step_is_made_of():

