@@ -221,7 +221,7 @@ class Supervisor:
         self._signals.append(number)
 
     def run(self) -> int:
-        """The exit code of the run: that of its processes, 128 + a signal, or 1: given up."""
+        """The exit code: of the processes, 128 + a signal, or 1: given up, or not all saved."""
         try:
             for attempt in range(10**9):
                 self._find_crew()
@@ -235,7 +235,7 @@ class Supervisor:
                 codes = self._wait()
                 code = verdict(codes)
                 if code is None and self._stopped is not None:
-                    code = 128 + self._stopped
+                    code = _FAILED  # some ended before they had saved
                 if code is not None:
                     return code
                 self._judge(codes, self._clock.monotonic() - began)
@@ -389,4 +389,4 @@ def _watch(heartbeat_s: float) -> None:
         print(f"{program}: the supervisor is gone: stopping", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(heartbeat_s / 2)
-    os._exit(128 + signal.SIGTERM)
+    os._exit(_FAILED)  # without a checkpoint

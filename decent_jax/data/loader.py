@@ -15,26 +15,44 @@ which return a sequence: item `step * num_replicas + replica` is a replica's blo
 is the number of steps per epoch. The source decides what `batch_size` counts.
 """
 
+import contextlib
+import errno
 import os
+import re
+import signal
 from collections.abc import Iterator, Sequence
+from shutil import disk_usage
 from typing import Any
 
 import numpy as np
 from absl import flags
 
+from decent_jax.data import worker_pool
 from decent_jax.data.partition import Partition
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import format_bytes
+
+_MEMORY = "/dev/shm"  # through which readers hand over their batches
 
 
 class Batches(Iterator):
-    """An iterator with threads or processes behind it; `close` (or `with`) stops them."""
+    """An iterator with threads or ``workers`` behind it; `close` (or `with`) stops them.
 
-    def __init__(self, iterator):
-        self._iterator = iterator
+    `next` raises DataError where a batch cannot be read.
+    """
+
+    def __init__(self, iterator, workers: int = 0):
+        self._iterator, self._workers = iterator, workers
+        self._starts = workers > 0
 
     def __next__(self) -> Any:
         if self._iterator is None:
             raise ValueError("the batches are closed")
-        return next(self._iterator)
+        # A terminal or a launcher sends a signal to the readers, too, but this process decides.
+        deaf = worker_pool.deaf_to_signals() if self._starts else contextlib.nullcontext()
+        self._starts = False
+        with _failures_told(self._workers), deaf:
+            return next(self._iterator)
 
     def close(self) -> None:
         """Stops them; `next` raises ValueError afterwards. May be called twice."""
@@ -239,11 +257,39 @@ def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
         num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead
     )
     batches = dataset.to_iter_dataset(options)
-    if workers:
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # grain reads flags of its own; a notebook parses none
-        ahead = max(prefetch // workers, 1)
-        batches = batches.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead)
-        )
-    return Batches(iter(batches))
+    if not workers:
+        return Batches(iter(batches))
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain reads flags of its own; a notebook parses none
+    ahead = max(prefetch // workers, 1)
+    batches = batches.mp_prefetch(
+        grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead),
+        worker_pool.of_its_parent,
+    )
+    with _failures_told(workers):
+        return Batches(iter(batches), workers)
+
+
+@contextlib.contextmanager
+def _failures_told(workers: int) -> Iterator[None]:
+    """DataError, with a sentence, where a file cannot be read or a reader died."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        died = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
+        code = int(died[1]) if died else 0
+        if workers and (code == -signal.SIGBUS or getattr(error, "errno", 0) == errno.ENOSPC):
+            size, _, free = map(format_bytes, disk_usage(_MEMORY))
+            raise DataError(
+                f"{_MEMORY} has {size}, {free} of it free, which is too little for the batches of "
+                f"{workers} readers; make it larger (docker run --shm-size), or set data.workers=0"
+            ) from error
+        if died:
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise DataError(
+                f"one of the {workers} readers of data.workers {how}; if memory is short, let it "
+                "be fewer"
+            ) from error
+        if not isinstance(error, OSError):
+            raise
+        raise DataError(f"a batch cannot be read: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Worker processes of `decent-jax prepare`, and how that command is interrupted.
+"""Worker processes of `decent-jax prepare`, and what they and a trainer's readers do about signals.
 
 `encode` is what all kinds of `prepare` do: processes work on pieces of the input while this one
 writes the results in order, so that the output is the same byte for byte for any number of them.
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any, TypeVar
 
 from decent_jax.ground.errors import DataError
@@ -128,11 +128,30 @@ def _start(work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    of_its_parent()
 
 
 def _call(task: Any) -> Any:
     return _work(task)
+
+
+def of_its_parent(*_: int) -> None:
+    """Let this process, which another one has started, end when that one does."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+@contextlib.contextmanager
+def deaf_to_signals() -> Iterator[None]:
+    """Context in which processes start that neither Ctrl-C nor SIGTERM ends.
+
+    They inherit the mask of this thread; a signal to this process arrives afterwards.
+    """
+    resource_tracker.ensure_running()  # it would take the mask away
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with_parent() -> None:

@@ -95,19 +95,6 @@ class Saver:
         check_there(self.checkpoints.workdir)
         self.checkpoints.save(done, state, self.meta(done, seconds, row))
 
-    def rescue(self, done: int, state: TrainState, seconds: float, row: Callable[[], Any]) -> str:
-        """Save before the run fails, if this process can do so alone; returns words about it.
-
-        ``row()`` is the row that has begun, of which all processes have a part.
-        """
-        if jax.process_count() > 1:
-            return "once mended, the same command goes on from the last checkpoint"
-        if not done:
-            return self.what_next()
-        self.save(done, state, seconds, row())
-        self.checkpoints.wait()
-        return f"a checkpoint of step {done} is saved"
-
     def evaluation(self, done: int, row: dict[str, float], model: Model) -> None:
         """Remember the evaluation; save the model if it is the best so far."""
         self.evaluated = {"step": done, **row}

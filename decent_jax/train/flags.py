@@ -30,7 +30,8 @@ examples:
 
 Any field of the config is set by --config.NAME=VALUE (model.layers, data.path, eval.every, ...);
 --show prints them all with their values. Durations are steps, "2 epochs" or "5%%". Run the same
-command again to resume. Ctrl-C and SIGTERM save a checkpoint before leaving.
+command again to resume. Ctrl-C and SIGTERM save a checkpoint before leaving; one more Ctrl-C, some
+seconds later, leaves without.
 
 exit codes: 0 done; 1 failed; 2 refused, nothing was trained; 75 another process was lost; 128 + the
 number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 the reader of the output has gone).

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 
-from decent_jax.cluster import start as cluster
 from decent_jax.cluster import supervise
+from decent_jax.cluster.agreement import Agreement
 from decent_jax.ground import account
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.run_folder import read_metrics
@@ -133,6 +133,7 @@ def train(
             work.open_metrics(start) as writer,
             work.show_progress(steps if runner.evaluates else None, start) as progress,
             signals or Signals() as signals,
+            Agreement() as agreement,
             runner.training(start, saver.steps_ahead, clock),
         ):
             report = Report(runner, clock, writer, progress, what_next=saver.what_next)
@@ -156,7 +157,7 @@ def train(
                     )
                     stops = signals.received is not None
                     minutes, since = config.checkpoint.every_minutes, (clock.now() - saved_at) / 60
-                    late, stops = agreed(0 < minutes <= since, stops, logs)
+                    late, stops = agreement.at_boundary(0 < minutes <= since, stops)
                     saves = late or passed(experiment.every["checkpoint.every"], before, done)
                     # Averaging past the bound must not wait for the next step: a resumed run
                     # averages where the uninterrupted one does.
@@ -180,12 +181,18 @@ def train(
                     evaluate_at(done, runner, clock, work, writer, saver)
             except DataError as error:  # such as a photograph that is cut short
                 report.look_at_pending()
-                saved = saver.rescue(done, runner.state, clock.seconds, report.begun)
-                raise TrainingFailed(f"{error}; {saved}") from None
+                next_time = "once mended, the same command goes on from the last checkpoint"
+                if jax.process_count() == 1:  # else the others are in the next step
+                    if done:
+                        saver.save(done, runner.state, clock.seconds, report.begun())
+                    next_time = saver.what_next()
+                    if done and signals.received is not None:  # which the data did not outlast
+                        stop(done, work, signals, clock)
+                raise TrainingFailed(f"{error}; {next_time}") from None
             with clock.of("checkpoints"):
                 saver.save(done, runner.state, clock.seconds, report.begun())
-        with clock.of("checkpoints"), work.announce("waiting until the checkpoint is written"):
-            saver.checkpoints.wait()
+                with work.announce("waiting until the checkpoint is written"):
+                    saver.checkpoints.wait()
         with clock.of("evaluation"):
             return runner.finish(done, saver, clock)
 
@@ -236,13 +243,6 @@ def next_due(experiment: Experiment, done: int, steps: int) -> int:
     every = experiment.every
     periods = experiment.config.log.every, every["eval.every"], every["checkpoint.every"]
     return min([steps, *(done + period - done % period for period in periods if period)])
-
-
-def agreed(late: bool, stops: bool, logs: bool) -> tuple[bool, bool]:
-    """Both for all processes of a run, which agree where a row makes them wait anyway."""
-    if jax.process_count() == 1:
-        return late, stops
-    return logs and cluster.any_process(late), logs and cluster.any_process(stops)
 
 
 def evaluate_at(

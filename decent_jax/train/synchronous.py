@@ -117,7 +117,10 @@ class Synchronous:
         self._done = start
         with self.programs, self._feed, self._profile:
             self._read_ahead(start)
-            yield
+            try:
+                yield
+            finally:
+                self._batches = None  # may be the shared memory of a reader
             self._profile.finish(self._done, self.state)
 
     def over(self, done: int) -> bool:

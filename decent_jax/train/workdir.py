@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import signal
@@ -29,6 +30,7 @@ from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.trackers import Trackers
 
 LOCK = ".lock"
+PATIENCE_S = 2.0  # after Ctrl-C, until another one means "at once"
 _LOOK_S = 0.1  # between two looks at a lock
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -223,14 +225,18 @@ class Workdir:
 
 
 class Signals:
-    """Remembers SIGTERM and Ctrl-C for the loop to act on; a second one ends the process at once.
+    """Remembers SIGTERM and Ctrl-C for the loop to act on.
+
+    Launchers send both, or one of them twice. Only who presses Ctrl-C once more after `PATIENCE_S`
+    wants the process to end at once: without a checkpoint, and so with code 1.
 
     Attributes:
-      received: the number of the signal, or None.
+      received: the number of the first signal, or None.
     """
 
     def __init__(self):
         self.received: int | None = None
+        self._pressed = math.inf  # when Ctrl-C came first
         self._before = {}
 
     def __enter__(self) -> "Signals":
@@ -244,10 +250,14 @@ class Signals:
             signal.signal(number, handler)
 
     def _remember(self, number, frame):
-        if self.received is not None:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.received = number
+        if self.received is None:
+            self.received = number
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now >= self._pressed + PATIENCE_S:
+                os.write(2, b"\nended at once, without a checkpoint\n")
+                os._exit(1)
+            self._pressed = min(self._pressed, now)
 
 
 def _lock(lock, path: Path, patience_s: float) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tiny
 from refusals import refuses
-from several import finish, wait_for_rows
+from several import children_of, finish, nothing_is_left, wait_for_rows
 
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.train import (
@@ -29,6 +29,7 @@ from decent_jax.train import (
     Interrupted,
     checkpoint,
     saved_model,
+    workdir,
 )
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.goodput import Clock
@@ -361,18 +362,19 @@ def command(tmp_path, start_process, compile_once):
 
 @pytest.mark.slow
 def test_the_command_is_stopped_and_killed_again_and_again(command, whole, tmp_path):
-    """Ctrl-C once saves a checkpoint; twice it leaves at once; so does kill -9."""
+    """A signal saves a checkpoint, also one that its readers get, and two; kill -9 saves none."""
     folder, steps = tmp_path / "run", random.Random(os.getpid())
     slow = ["--config.data.pause=0.2", "--config.checkpoint.every=1"]  # time for a signal to come
-    process = command(*slow)
+    slow += ["--config.data.workers=1"]
+    process = command(*slow, "--config.checkpoint.every=0")
     wait_for_rows([process], folder, 3)
-    process.send_signal(signal.SIGINT)
+    for each in [*children_of(process), process]:  # as a terminal does; the readers first
+        each.send_signal(signal.SIGINT)
     said = finish([process], [130])
     saved = tiny.saved_steps(folder)[-1]
     assert "Traceback" not in said
-    assert said.splitlines()[-1] == (
-        f"train.py: interrupted after step {saved}; a checkpoint is saved, the same command resumes"
-    )
+    sentence = f"interrupted after step {saved}; a checkpoint is saved, the same command resumes"
+    assert f"train.py: {sentence}" in said.splitlines()
 
     process = command(*slow)
     wait_for_rows([process], folder, saved + steps.randint(1, 3))
@@ -380,13 +382,15 @@ def test_the_command_is_stopped_and_killed_again_and_again(command, whole, tmp_p
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     os.kill(process.pid, signal.SIGCONT)
-    assert process.wait(timeout=300) in (-signal.SIGINT, -signal.SIGTERM)
-    assert f"resuming after step {saved}" in process.words.read_text()
+    assert f"resuming after step {saved}" in finish([process], [130])
+    assert tiny.saved_steps(folder)[-1] > saved
 
     process = command(*slow)
     wait_for_rows([process], folder, len(tiny.rows(folder)) + steps.randint(1, 3))
+    readers = children_of(process)
     process.kill()
     process.wait()
+    nothing_is_left(readers)
     assert saved <= tiny.saved_steps(folder)[-1] < STEPS
     tiny.run(config(), folder)
     assert_equals(folder, whole)
@@ -443,3 +447,44 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / folder)
     with refuses(tmp_path / folder, "permission", error=CheckpointError):
         checkpoint.check_there(tmp_path)
+
+
+def test_a_reader_that_dies_is_one_sentence_and_a_checkpoint(command, tmp_path):
+    folder = tmp_path / "run"
+    process = command(
+        "--config.data.workers=2", "--config.data.pause=0.2", "--config.checkpoint.every=0"
+    )
+    wait_for_rows([process], folder, 2)
+    reader = next(each for each in children_of(process) if "spawn_main" in str(each.cmdline()))
+    reader.kill()
+    said = finish([process], [1])
+    assert "SIGKILL" in said and "data.workers" in said and "Traceback" not in said
+    assert tiny.saved_steps(folder)[-1] >= 2
+    assert f"goes on from the checkpoint of step {tiny.saved_steps(folder)[-1]}" in said
+
+
+@pytest.mark.parametrize(
+    ("signals", "ends"),
+    [
+        ("TERM@0 TERM@0", False),
+        ("INT@0 TERM@0 TERM@9", False),  # launch/again.sh answers a terminal's Ctrl-C
+        ("INT@0 INT@1", False),  # as a shell and a supervisor both pass it on
+        ("TERM@0 INT@9", False),
+        ("TERM@0 TERM@60", False),
+        ("INT@0 INT@1 INT@3", True),
+        ("TERM@0 INT@9 INT@12", True),
+    ],
+)
+def test_only_one_more_ctrl_c_some_seconds_later_ends_at_once(signals, ends, monkeypatch):
+    """Without a checkpoint, and so not with the code of one."""
+    now, codes = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(workdir, "time", clock)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with workdir.Signals() as received:
+        for word in signals.split():
+            name, _, at = word.partition("@")
+            now[0] = float(at)
+            signal.raise_signal(signal.Signals[f"SIG{name}"])
+    assert received.received == signal.Signals[f"SIG{signals.partition('@')[0]}"]
+    assert codes == ([1] if ends else [])

@@ -6,12 +6,13 @@ The groups of three in test_faults show that all others notice a death.
 import json
 import signal
 import socket
+import time
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from several import cluster_flags, finish, free_port, starting, until, wait_for_rows
+from several import children_of, cluster_flags, finish, free_port, starting, until, wait_for_rows
 
 from decent_jax import topology
 from decent_jax.ground.errors import PEER_LOST
@@ -182,3 +183,18 @@ def test_a_record_that_one_process_cannot_read_ends_both_with_its_sentence(start
         assert words.count(f"point {point} is damaged") == 2 and "Traceback" not in words
         assert f"process 1 ({socket.gethostname()}) failed" in group[0].words.read_text()
         assert tiny.saved_steps(tmp_path / name) == [2]
+
+
+def test_a_signal_far_from_a_row_to_one_process_and_all_readers(start, tmp_path):
+    """Both stop after the same of the next steps, though they log none of these."""
+    flags = ["--config.steps=400", "--config.log.every=1000", "--config.checkpoint.every=0"]
+    flags += ["--config.eval.every=0", "--config.data.workers=1", "--config.data.pause=0.5"]
+    group = start((tmp_path, [*flags, "--config.checkpoint.every_minutes=0.03"]))
+    until(lambda: (tmp_path / "checkpoints").exists() and tiny.saved_steps(tmp_path), *group)
+    before = time.monotonic()
+    for each in [*children_of(group[0]), *children_of(group[1]), group[1]]:
+        each.send_signal(signal.SIGTERM)
+    words = finish(group, [143, 143], 60)
+    seconds, step = time.monotonic() - before, tiny.saved_steps(tmp_path)[-1]
+    assert words.count(f"interrupted after step {step}; a checkpoint is saved") == 2
+    assert "Traceback" not in words and step < 400 and seconds < 60
