@@ -10,13 +10,13 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from typing import IO
 
 from decent_jax.ground.command_line import command, model_parser
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train.saved_model import TrainedRun
 
-_LONGEST = 20_000  # characters
+_LONGEST = 20_000  # bytes
 _AT_A_TIME = 512  # sentences, which the task sorts by length
 
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--beam", type=int, default=4, help="beams; 1 is greedy (default: 4)")
     parsed, began, count = parser.parse_args(arguments), 0.0, 0
     path = parsed.input
-    with open(path, encoding="utf-8") if path else contextlib.nullcontext(sys.stdin) as file:
+    with open(path, "rb") if path else contextlib.nullcontext(sys.stdin.buffer) as file:
         lines = _lines(file, path or "standard input")
         run = TrainedRun(parsed.workdir, parsed.which)
         run.function("translator", "translate")  # or refused, before anything is read
@@ -44,12 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _lines(file: TextIO, name: str) -> Iterator[str]:
-    """The lines without their ends; ConfigError for one longer than any sentence."""
+def _lines(file: IO[bytes], name: str) -> Iterator[str]:
+    """The lines without their ends; ConfigError for one that is no UTF-8 or no sentence."""
     number = 0
     while line := file.readline(_LONGEST + 1):
         number += 1
         if len(line) > _LONGEST:
-            why = f"must have at most {_LONGEST} characters per line, and line {number} has more"
-            raise ConfigError.about("--input", name, why)
-        yield line.rstrip("\r\n")
+            raise ConfigError(f"{name}, line {number}: has more than {_LONGEST} bytes; split it")
+        try:
+            yield line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            where = f"{name}, line {number}: invalid UTF-8 at its byte {error.start}"
+            raise ConfigError(f"{where}; convert the text to UTF-8") from None

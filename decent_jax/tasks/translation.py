@@ -21,7 +21,7 @@ from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import hf_config, transformer, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
-from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
+from decent_jax.tasks.translator import ALPHA, BEAM, Translator, bleu, bleu_of, meteor
 
 NUMBERS = "numbers"
 
@@ -119,9 +119,12 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation"
 
 
 def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
+    """Training and validation pairs; DataError also where the test at the end would fail."""
     train, val = TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
-    train.check()
-    val.check()
+    splits = {"train": train, "val": val}
+    for name in train.manifest["splits"]:
+        (splits.get(name) or TranslationPairs(folder, name)).check()
+    bleu_of(train.languages[1])
     return train, val
 
 
@@ -211,7 +214,8 @@ class Translation(Task):
             return {}
         pairs = self.eval_source.pairs
         sources, references = (pairs.sentences(side)[: self.some] for side in (0, 1))
-        return {"bleu": bleu(self.translator(jax.device_put(params), sources), references)[0]}
+        translations = self.translator(jax.device_put(params), sources)
+        return {"bleu": bleu(translations, references, self.languages[1])[0]}
 
     def summary(self):
         return {
@@ -230,7 +234,7 @@ class Translation(Task):
         pairs = self._test_pairs()
         sources, references = (pairs.sentences(side) for side in (0, 1))
         translations = self.translator(jax.device_put(params), sources, progress=True)
-        score, signature = bleu(translations, references)
+        score, signature = bleu(translations, references, self.languages[1])
         result = {
             "split": pairs.split,
             "sentences": len(sources),
@@ -285,10 +289,10 @@ def export(run: TrainedRun, out: Path) -> str:
     generation = hf_config.SPECIAL_IDS | {
         "num_beams": BEAM,
         "length_penalty": ALPHA,
-        "max_new_tokens": LONGEST,
+        "max_new_tokens": subwords.LONGEST,
         "suppress_tokens": [transformer.PAD, transformer.START],
     }
-    files = subwords.hf_files(model.vocabulary, LONGEST)
+    files = subwords.hf_files(model.vocabulary, subwords.LONGEST)
     files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     for name, content in files.items():
         out.with_name(name).write_bytes(content)

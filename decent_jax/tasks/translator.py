@@ -1,5 +1,7 @@
 """Sentences in, translations out: batches for beam search and scores against references."""
 
+import functools
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -7,15 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from decent_jax.data.translation.subwords import Subwords
-from decent_jax.ground.errors import ConfigError
+from decent_jax.data.reading import short
+from decent_jax.data.translation.subwords import LONGEST, Subwords, normalise
+from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import shown
 from decent_jax.ground.progress import progress_bar
 from decent_jax.models import beam_search, transformer
 
 BEAM = 4
 ALPHA = 0.6  # exponent of the length penalty
-LONGEST = 1024  # subwords of a source; memory grows with the square
 MAX_EXTRA = 50  # tokens a translation may be longer than its source
 _WIDTHS = (16, 32, 64, 128)  # tokens sources are padded to, and multiples of the last
 _BATCH = 32
@@ -27,6 +29,11 @@ _SNOWBALL = {  # the languages of WMT whose stems nltk knows
     "ro": "romanian",
     "ru": "russian",
 }
+_WITHOUT_SPACES = ("bo", "dz", "km", "lo", "my", "th")
+_THREE_LETTERS = {
+    "zho": "zh", "chi": "zh", "cmn": "zh", "yue": "zh", "jpn": "ja", "kor": "ko", "tha": "th",
+    "lao": "lo", "khm": "km", "mya": "my", "bod": "bo", "dzo": "dz", "eng": "en", "deu": "de",
+}  # fmt: skip
 
 
 class Translator:
@@ -84,15 +91,46 @@ def _width(tokens: int) -> int:
     return next((w for w in _WIDTHS if tokens <= w), -(-tokens // longest) * longest)
 
 
-def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Corpus BLEU of detokenised text by sacreBLEU, 0 to 100, and its signature.
+@functools.cache
+def bleu_of(language: str) -> Any:
+    """sacreBLEU's metric with its own choice of a tokenizer for a target language.
 
-    Comparable with published numbers of the same signature (Post, 2018, arXiv:1804.08771).
+    Characters where words have no spaces between them and sacreBLEU chooses nothing: its `13a`
+    would take a sentence for a word.
+
+    Raises:
+      DataError: the tokenizer of this language needs a package that is not installed.
     """
     from sacrebleu.metrics.bleu import BLEU
 
-    metric = BLEU()
-    score = metric.corpus_score(list(translations), [list(references)]).score
+    code = _code(language)
+    try:
+        return BLEU(trg_lang=code, tokenize="char" if code in _WITHOUT_SPACES else None)
+    except (ImportError, RuntimeError) as error:  # MeCab of Japanese, of Korean
+        why = f"{short(error)} pip install 'sacrebleu[{code}]'"
+        raise DataError(f"BLEU of {language!r} cannot be computed: {why}") from None
+
+
+def _code(language: str) -> str:
+    """The code of two letters that sacreBLEU knows: "zh" of "zh-CN", "zh_Hant" and "cmn".
+
+    >>> _code("zh-CN"), _code("cmn_Hans"), _code("de_AT")
+    ('zh', 'zh', 'de')
+    """
+    first = re.split("[-_]", language.lower())[0]
+    return _THREE_LETTERS.get(first, first)
+
+
+def bleu(
+    translations: Sequence[str], references: Sequence[str], language: str
+) -> tuple[float, str]:
+    """Corpus BLEU of detokenised text by sacreBLEU, 0 to 100, and its signature.
+
+    References get the spelling of translations, `normalise`. Comparable with published numbers of
+    the same signature (Post, 2018, arXiv:1804.08771), but for quotes and dashes.
+    """
+    metric = bleu_of(language)
+    score = metric.corpus_score(list(translations), [list(map(normalise, references))]).score
     return score, str(metric.get_signature())
 
 
@@ -101,30 +139,31 @@ def meteor(
 ) -> tuple[float, str] | None:
     """Mean METEOR by nltk, 0 to 1, and what counted as a match; nothing is downloaded.
 
-    Of English (``language`` "en"): the same words, Porter's stems and WordNet's synonyms (Banerjee
-    and Lavie, 2005); None where nltk's WordNet is not on this machine, `python -m nltk.downloader
-    wordnet` puts it there. Of another language: the same words and, where Snowball has them, stems.
+    Of English: the same words, Porter's stems and WordNet's synonyms (Banerjee and Lavie, 2005);
+    None where nltk's WordNet is not on this machine, `python -m nltk.downloader wordnet` puts it
+    there. Of another language: the same words and, where Snowball has them, stems. Words are those
+    of `bleu`.
     """
     from nltk import stem
     from nltk.corpus import wordnet
     from nltk.translate.meteor_score import meteor_score
-    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
     stemmer: Any = SimpleNamespace(stem=str)  # the word itself
     synonyms: Any = SimpleNamespace(synsets=lambda _: [])
-    matches = "words"
-    if language == "en":
+    matches, code = "words", _code(language)
+    if code == "en":
         try:
             wordnet.ensure_loaded()
         except LookupError:
             return None
         stemmer, synonyms, matches = stem.PorterStemmer(), wordnet, "words, stems, WordNet"
-    elif language in _SNOWBALL:
-        stemmer = stem.SnowballStemmer(_SNOWBALL[language])
-        matches = f"words, {_SNOWBALL[language]} stems"
-    tokens = Tokenizer13a()
+    elif code in _SNOWBALL:
+        stemmer = stem.SnowballStemmer(_SNOWBALL[code])
+        matches = f"words, {_SNOWBALL[code]} stems"
+    words = bleu_of(language).tokenizer
+    pairs = zip(map(normalise, references), translations, strict=True)
     scores = [
-        meteor_score([tokens(r).split()], tokens(t).split(), stemmer=stemmer, wordnet=synonyms)
-        for t, r in zip(translations, references, strict=True)
+        meteor_score([words(r).split()], words(t).split(), stemmer=stemmer, wordnet=synonyms)
+        for r, t in pairs
     ]
     return float(np.mean(scores)), matches

@@ -147,6 +147,23 @@ def test_filters_by_hand(tmp_path, monkeypatch):
     assert sum(counts.values()) + len(good + fine) + 2 + 2 == len(pairs) + len(val) + 2
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_sentence_too_long_to_translate_is_refused_with_its_line(split, side, tmp_path):
+    pairs = [(f"sentence number {i}", f"Satz Nummer {i}") for i in range(60)]
+    table = mini_wmt14.write_pairs(tmp_path / "train", pairs)
+    held = {name: mini_wmt14.write_pairs(tmp_path / name, pairs[:2]) for name in ("val", "test")}
+    for length in (1000, 1100):
+        long = ["Satz", "Satz"]
+        long[side] = "x " * (length // 2)  # of two subwords each
+        more = [*pairs[:2], ("", ""), tuple(long), ("a", "a")]
+        mini_wmt14.write_pairs(held[split], more)
+        if length < subwords.LONGEST:
+            prepare(table, tmp_path / "out", "en", "de", vocab_size=300, **held)
+    with refuses(f"{split}.{('en', 'de')[side]}, line 4", 1100, error=DataError):
+        prepare(table, tmp_path / "more", "en", "de", vocab_size=300, **held)
+
+
 def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
     folder = mini_wmt14.write_files(tmp_path / "in", end="")
     for name in ("train2.en", "train.fr", "test.en.zst", ".hidden"):

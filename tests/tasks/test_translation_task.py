@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import safetensors.numpy
 import small_runs
 import tiny
 from networks import drawn
+from odd_text import PERFECT
 from refusals import refused, refuses
 from tiny import rows
 from trees import assert_equal
@@ -160,12 +163,49 @@ def test_batches_seek_and_do_not_depend_on_who_reads(folder):
 
 def test_bleu_and_its_signature():
     references = ["the cat sat on the mat today", "there is a house in the city"]
-    assert translator.bleu(references, references)[0] == pytest.approx(100)
-    score, signature = translator.bleu(["a dog", "nothing"], references)
+    assert translator.bleu(references, references, "de")[0] == pytest.approx(100)
+    score, signature = translator.bleu(["a dog", "nothing"], references, "de")
     assert score < 5 and "tok:13a" in signature and "version:" in signature
 
 
-SCORES = [(translator.bleu,), (translator.meteor, "de")]
+@pytest.mark.parametrize("language", PERFECT)
+def test_a_perfect_translation_scores_all_points(language):
+    """Whatever its signs, and without spaces too; a half of it scores less."""
+    references = PERFECT[language]
+    vocabulary = subwords.train({"some": 3, "words": 2}, 270)
+    perfect = [vocabulary.decode(vocabulary.encode(text)) for text in references]
+    assert translator.bleu(perfect, references, language)[0] == pytest.approx(100)
+    assert translator.meteor(perfect, references, language)[0] > 0.95
+    halves = [text[: len(text) // 2] for text in perfect]
+    assert 0 <= translator.bleu(halves, references, language)[0] < 90
+
+
+@pytest.mark.parametrize("language", ["ja", "jpn", "ko_KR"])
+def test_a_language_whose_package_is_missing_is_refused(language, folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    monkeypatch.setitem(sys.modules, "mecab_ko", None)
+    copy = shutil.copytree(folder, tmp_path / "data")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["languages"][1] = language
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with refuses("data.path", repr(language), "pip install", error=ConfigError):
+        config_lib.validate(config_of(copy))
+
+
+SCORES = [(translator.bleu, "de"), (translator.meteor, "de")]
+
+
+@pytest.mark.parametrize("name", ["val.en", "test.de", "test.ids"])
+def test_a_folder_that_would_end_the_run_late_is_refused_at_the_start(name, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "data")
+    data = (copy / name).read_bytes()
+    for damaged in (data[:-1], data[:-2] + b"x\n"):
+        (copy / name).write_bytes(damaged)
+        with refused("data.path", str(copy)):
+            config_lib.validate(config_of(copy))
+    (copy / name).unlink()
+    with refused("data.path", str(copy)):
+        config_lib.validate(config_of(copy))
 
 
 def test_validation_scores_translations_by_their_references(folder, monkeypatch):
@@ -174,8 +214,8 @@ def test_validation_scores_translations_by_their_references(folder, monkeypatch)
     references = task.eval_source.pairs.sentences(1)[:3]
     halves = [" ".join(words.split()[: len(words.split()) // 2 + 2]) for words in references]
     monkeypatch.setattr(task, "translator", lambda params, sources: halves)
-    wanted = translator.bleu(halves, references)[0]
-    assert task.score({})["bleu"] == wanted != translator.bleu(references, halves)[0]
+    wanted = translator.bleu(halves, references, "de")[0]
+    assert task.score({})["bleu"] == wanted != translator.bleu(references, halves, "de")[0]
     # The last ones are of the test set, as are what is shown and the scores at the end.
     pairs = TranslationPairs(folder, "test")
     sources, references = map(pairs.sentences, (0, 1))
@@ -276,11 +316,22 @@ def test_translate_reads_lines_and_prints_as_many(run, folder, tmp_path, capsys,
     assert translate.main([*arguments, "--input", str(text)]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert len(printed) == 5 and printed[1] == "" and printed[-1] == ""
-    monkeypatch.setattr("sys.stdin", io.StringIO(text.read_text()))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
     monkeypatch.setattr(translate, "_AT_A_TIME", 3)
     assert translate.main(arguments) == 0
     said = capsys.readouterr()
     assert said.out.split("\n") == printed and "\n4 sentences, " in said.err
+    for data, named in ((b"a\nb \xff c\n", "line 2"), ("a\n".encode("utf-16"), "line 1")):
+        text.write_bytes(data)
+        assert translate.main([*arguments, "--input", str(text)]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert named in said and str(text) in said
+        for errors in ("strict", "surrogateescape"):  # as Python chooses by the locale
+            stdin = io.TextIOWrapper(io.BytesIO(data), "utf-8", errors)
+            monkeypatch.setattr("sys.stdin", stdin)
+            assert translate.main(arguments) == 2
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert named in said and "standard input" in said
     assert translate.main([*arguments, "--beam", "0"]) == 2
     assert "beam must be at least 1, got 0" in capsys.readouterr().err
     assert translate.main(["--workdir", str(tmp_path)]) == 2

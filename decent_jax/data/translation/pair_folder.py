@@ -80,7 +80,8 @@ class TranslationPairs:
     def check(self) -> None:
         """DataError where lengths and offsets do not say where the ids are, or an id is too large.
 
-        Reads all of them once: a second for each gigabyte.
+        Or where a sentence that is kept as text was changed, or is too long to translate. Reads all
+        of them once: a second for each gigabyte.
         """
         lengths = self.lengths.sum(1, dtype=np.int64)
         ends = lengths.cumsum()
@@ -95,6 +96,20 @@ class TranslationPairs:
                 f"{self.folder}: its split {self.split!r} holds id {largest}, its vocabulary has "
                 f"{self.vocabulary.size}; prepare the data again"
             )
+        if self.split != "train":
+            self._check_sentences()
+
+    def _check_sentences(self) -> None:
+        if (longest := int(self.lengths.max())) > subwords.LONGEST:
+            raise DataError(
+                f"{self.folder}: its split {self.split!r} has a sentence of {longest} subwords,"
+                f" more than {subwords.LONGEST}; prepare the data again without it"
+            )
+        for entry in self.manifest["splits"][self.split]["text"]:
+            path = self.folder / entry["file"]
+            with one_sentence(path):
+                if prepared_folder.sha256_file(path) != entry["sha256"]:
+                    raise DataError(f"{path}: is not what was prepared; prepare the data again")
 
     @functools.cached_property
     def vocabulary(self) -> Subwords:

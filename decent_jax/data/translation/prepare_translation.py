@@ -70,7 +70,7 @@ def prepare(
     Training pairs are dropped when, normalised, a side is empty; both sides are the same text of
     four words or more; the pair occurred before; or is one of `val` or `test`; a side has more than
     156 subwords; or one side has more than twice the subwords of the other and 5. Pairs of a given
-    `val` and `test` are dropped only for an empty side.
+    `val` and `test` are dropped only for an empty side; one of more than 1024 subwords is refused.
 
     Args:
       inputs: folders, prefixes of parallel files.
@@ -244,6 +244,13 @@ def _encode_lines(task: _Part, vocabulary: Subwords) -> tuple[np.ndarray, list[t
         longer, shorter = lengths.max(1, initial=0), lengths.min(1, initial=1 << 30)
         fates[kept[longer > _RATIO * shorter + _SLACK]] = _RATIO_OFF
         fates[kept[longer > MAX_SUBWORDS]] = _LONG
+    elif (long := np.argwhere(lengths > subwords.LONGEST)).size:
+        row, side = long[0].tolist()
+        raise DataError(
+            f"{task.lines.places[side]}, line {task.lines.line + kept[row]}: has"
+            f" {lengths[row, side]} subwords, more than {subwords.LONGEST}; split the pair or take"
+            " it out"
+        )
     parts = []
     for number, split in enumerate(SPLITS):
         own = np.flatnonzero(fates[kept] == number)

@@ -30,12 +30,13 @@ from decent_jax.ground.json_files import read_bytes
 FILE = "vocabulary.model"
 PAD, UNKNOWN, START, END = SPECIAL = range(4)
 LARGEST = 1 << 16  # ids are stored in 16 bits
+LONGEST = 1024  # subwords of a sentence to translate; memory grows with the square
 
 _BYTES = 256
 _COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
 
 # Characters that one writer types and another one's word processor changes. Guillemets and the dash
-# "–" stay: good French and German use them, and BLEU compares with the original reference.
+# "–" stay: good French and German use them.
 SAME = {
     "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
     '"': "\u201c\u201d\u201e\u201f\u2033",
@@ -46,26 +47,25 @@ SAME = {
 _REPLACEMENT = {character: plain for plain, others in SAME.items() for character in others}
 # control characters but white space, soft hyphens, zero widths, directions, byte order marks
 REMOVED = "\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff"
-_CHANGED = re.compile("[" + "".join(_REPLACEMENT) + REMOVED + "]")
+_CHANGED, _REMOVED = re.compile(f"[{''.join(_REPLACEMENT)}]"), re.compile(f"[{REMOVED}]")
 
 
 def normalise(text: str) -> str:
     """The text in a canonical spelling.
 
-    NFKC; one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and dashes
-    (`–`); no control characters, soft hyphens or zero-width spaces; single spaces between words
-    and none around. Applying it again changes nothing.
+    NFC; one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and dashes (`–`);
+    no control characters, soft hyphens or zero-width spaces; single spaces between words and none
+    around. Applying it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
-    else:  # before NFKC, which turns "´" into a space and an accent; and after, for new quotes
-        text = _CHANGED.sub(_replace, text)
-        text = _CHANGED.sub(_replace, unicodedata.normalize("NFKC", text))
+    else:  # what is removed may part a letter from its accent
+        text = _CHANGED.sub(_replace, unicodedata.normalize("NFC", _REMOVED.sub("", text)))
     return " ".join(text.replace("''", '"').split())
 
 
 def _replace(match: re.Match) -> str:
-    return _REPLACEMENT.get(match[0], "")
+    return _REPLACEMENT[match[0]]
 
 
 class Subwords:
@@ -253,11 +253,10 @@ def _tokenizer(pieces: list[str]) -> dict:
 def _spelling() -> list[dict]:
     """`subwords.normalise`, and sentencepiece's signs for spaces."""
     same = [_replacing({"Regex": _one_of(others)}, plain) for plain, others in SAME.items()]
-    same.append(_replacing({"Regex": _one_of(REMOVED)}, ""))
     white = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
     return [
-        *same,
-        {"type": "NFKC"},
+        _replacing({"Regex": _one_of(REMOVED)}, ""),
+        {"type": "NFC"},
         *same,
         _replacing({"String": "''"}, '"'),
         _replacing({"Regex": _one_of(white) + "+"}, " "),
