@@ -119,6 +119,10 @@ class Placement:
 
         return jax.tree.map(put, local)
 
+    def on(self, device: Any) -> "Placement":
+        """The block of one device, by itself."""
+        return place(self.block, [device])
+
     def on_devices(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 

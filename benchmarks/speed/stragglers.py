@@ -162,7 +162,7 @@ def run(mixes: list, sleeps: np.ndarray, combine: str) -> None:
     """The steps of this replica; in the order "with" messages travel while it sleeps."""
     import jax
 
-    with ThreadPoolExecutor(1) as thread:  # as `decent_jax.train.overlap` does it
+    with ThreadPoolExecutor(1) as thread:  # as `decent_jax.cpu.overlap` does it
         for t, seconds in enumerate(sleeps):
             mix, x = mixes[t % len(mixes)]
             slept = thread.submit(time.sleep, seconds)

@@ -1,4 +1,4 @@
-"""What XLA's CPU backend, and gloo below it, need to be fast; on others nothing of it runs."""
+"""What XLA's CPU backend needs to be fast; on others nothing of it runs."""
 
 from functools import partial
 
@@ -31,32 +31,7 @@ def computed_once(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
-# --- Messages and sums ----------------------------------------------------------------------------
-
-
-def swap_is_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
-    """Whether `swap` is faster over gloo than this ``ppermute``: with all devices in pairs.
-
-    Args:
-      pairs: (source, destination), as of ``jax.lax.ppermute``.
-      devices: how many the axis has.
-    """
-    partner = dict(pairs)
-    return len(partner) == devices and all(a != b == partner.get(a) for b, a in pairs)
-
-
-def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> jax.Array:
-    """The result of ``ppermute`` for devices in pairs, bit for bit, as a sum over each pair.
-
-    In gloo a device cannot ask its partner for a message while it sends one: the request waits
-    behind the message, on the same connection. So the two messages of a permute travel one after
-    the other, and a pair has half the bandwidth of its links (1330 ms for 16 MB at 200 Mbit/s).
-    The sum over two is sent in parts, both ways at once (675 ms). Since it is a sum of unsigned
-    integers of 32 bits, subtracting the own bits is exact.
-    """
-    bits = _words(x)
-    groups = sorted({tuple(sorted(pair)) for pair in pairs})
-    return _unworded(jax.lax.psum(bits, axis, axis_index_groups=groups) - bits, x)
+# --- Sums -----------------------------------------------------------------------------------------
 
 
 def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
@@ -74,27 +49,6 @@ def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
     if count % 2:
         total = total + jax.lax.index_in_dim(rows, -1, axis, keepdims=False)
     return total
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array in 32-bit words; XLA would widen narrower integers for a sum."""
-    flat = x.reshape(-1)
-    # Integers before they are padded: XLA would make zeros of the smallest numbers of bfloat16.
-    flat = flat.astype(jnp.uint8) if x.dtype == bool else flat.view(_narrow(x))
-    return jnp.pad(flat, (0, -flat.size % (4 // flat.dtype.itemsize))).view(jnp.uint32)
-
-
-def _unworded(bits: jax.Array, like: jax.Array) -> jax.Array:
-    """The array of `_words`, in the shape and dtype of ``like``."""
-    flat = bits.view(_narrow(like))
-    flat = flat[: like.size * like.dtype.itemsize // flat.dtype.itemsize]
-    x = flat.astype(bool) if like.dtype == bool else flat.view(like.dtype)
-    return x.reshape(like.shape)
-
-
-def _narrow(x: jax.Array) -> jnp.dtype:
-    """Of unsigned integers as wide as the numbers of x, or 32 bits."""
-    return jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
 
 
 # --- Convolutions ---------------------------------------------------------------------------------

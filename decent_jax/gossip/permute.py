@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax import cpu
+from decent_jax.cpu import gloo
 from decent_jax.topology import Round, Schedule, Send
 
 AxisName = str | Sequence[str]
@@ -207,7 +207,7 @@ def together(
       axis: with one device nothing travels, so nothing is packed.
       leading: how many dimensions all arrays share.
     """
-    in_step = over_gloo() and axis.devices > jax.process_count()
+    in_step = gloo.used() and axis.devices > jax.process_count()
     packs: dict[object, list[int]] = {}  # by dtype those that travel together, the others alone
     for k, x in enumerate(arrays):
         size = math.prod(x.shape[leading:]) * x.dtype.itemsize
@@ -272,16 +272,10 @@ def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence[Any], guarded: b
 
 
 def _ppermute(x: jax.Array, pairs: list[tuple[int, int]], axis: ReplicaAxis) -> jax.Array:
-    may_sum = over_gloo() and not (axis.checks_vma(x) or _sharded())
-    if may_sum and cpu.swap_is_faster(pairs, axis.devices):
-        return cpu.swap(x, pairs, axis.device_axis)
+    may_sum = gloo.used() and not (axis.checks_vma(x) or _sharded())
+    if may_sum and gloo.swap_is_faster(pairs, axis.devices):
+        return gloo.swap(x, pairs, axis.device_axis)
     return jax.lax.ppermute(x, axis.device_axis, pairs)
-
-
-def over_gloo() -> bool:
-    """Whether arrays travel between processes through gloo, jax's library for CPUs."""
-    implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore (untyped)
-    return jax.process_count() > 1 and jax.default_backend() == "cpu" and implementation == "gloo"
 
 
 def _sharded() -> bool:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from decent_jax import gossip
+from decent_jax.cpu.overlap import Parts
 from decent_jax.optim import Delayed
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
@@ -114,6 +115,14 @@ class Flight(NamedTuple):
             return type(state)(params, model_state, opt_state._replace(own=own))
 
         return self.placement.per_replica(of_replica)(state, departed, message)
+
+    def parts(self, step: Callable, finish: Callable) -> Parts:
+        """Those of `decent_jax.cpu.overlap`; ``step`` as of `in_one_program`."""
+
+        def land(departed, state, message, metrics, rnd):
+            return self.land(state, departed, message, rnd), metrics
+
+        return Parts(self.leave, step, self.message, land, finish, several=True)
 
     def in_one_program(
         self, state: Any, batches: Sequence[Any], t: jax.Array, rnd: int, step: Callable

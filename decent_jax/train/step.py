@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
+from decent_jax.cpu.overlap import Parts, overlapped
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import overlap, xla
+from decent_jax.train import xla
 from decent_jax.train.flight import Flight
-from decent_jax.train.flight_on_hosts import FlightStep
 from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
 
 
@@ -159,8 +159,8 @@ def make_step(
     A peer, which is one of several replicas, gives (2,): the step, and which replica it is; then
     its random numbers are that replica's.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`, or a `FlightStep`, whose
-    programs are ``kept``.
+    ``learning_rate``, (). On CPU hosts its messages travel beside its computation
+    (`decent_jax.cpu.overlap`), in programs that are ``kept``.
 
     With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on, a tuple of
     their batches, and gives a list of their metrics (`decent_jax.train.flight`).
@@ -196,6 +196,24 @@ def make_step(
             model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
         return TrainState(params, model_state, opt_state), metrics
 
+    def early(tx):
+        def leave(state):
+            return (state.params, state.model_state), (state.params, state.opt_state)
+
+        def compute(own, batch, t):
+            params, model_state = own
+            return gradients(params, model_state, batch, t), None
+
+        def send(departed, rnd):
+            return placement.per_replica(partial(tx.mix, round=rnd))(*departed)
+
+        def land(departed, found, mixed, _, rnd):
+            params, opt_state = departed
+            state = TrainState(params, None, opt_state)
+            return placement.per_replica(partial(finish, rnd=rnd))(state, found, mixed)
+
+        return Parts(leave, compute, send, land, with_rate)
+
     def flight(tx):
         return Flight(tx, schedule, placement, task.mixes_state)
 
@@ -224,10 +242,9 @@ def make_step(
         run = placement.on_devices(partial(on_device, rnd=round), (rows, rows, P()), rows)
         return with_rate(run(state, batch, t), t)
 
-    if not overlap.needed(tx, placement):
-        return step
+    parts = None
     if isinstance(tx, optim.Delayed):
-        return FlightStep(flight(tx), partial(on_device, rnd=None), rate, options, kept)
-    assert isinstance(tx, optim.EarlyMixing)
-    functions = overlap.Functions(tx, gradients, finish, with_rate)
-    return overlap.Step(step, functions, placement, options, kept)
+        parts = flight(tx).parts(partial(on_device, rnd=None), with_rate)
+    elif isinstance(tx, optim.EarlyMixing):
+        parts = early(tx)
+    return overlapped(step, parts, placement, options, kept.get)

@@ -28,7 +28,7 @@ from decent_jax.train.flight import Blocks
 from decent_jax.train.goodput import Clock, Idle, peak
 from decent_jax.train.kept_programs import NOWHERE, KeptPrograms, kept_programs
 from decent_jax.train.step import TrainState, make_step
-from decent_jax.train.traffic import Traffic
+from decent_jax.train.traffic import Times, Traffic
 from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
@@ -144,7 +144,7 @@ class Synchronous:
         if rnd is not None and waits and hasattr(compiled, "timed"):
             args = self.state, batch, np.int32(done)
             (self.state, metrics), times = compiled.timed(*args)
-            self.traffic.measured = times.entries()
+            self.traffic.measured = Times(*times).entries()
         else:
             metrics = self._run(compiled, batch, done)
         made = metrics if isinstance(metrics, list) else [metrics]

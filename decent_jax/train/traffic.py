@@ -45,8 +45,8 @@ class Traffic:
       cell: name of a cell of pipelines; "": a process of `train.py`, whose name is its number.
 
     Attributes:
-      measured: seconds by name, of the newest step that was timed (`decent_jax.train.overlap`,
-        `decent_jax.train.flight_on_hosts`, `decent_jax.pipelines.worker`).
+      measured: seconds by name, of the newest step that was timed (`decent_jax.cpu.overlap`,
+        `decent_jax.pipelines.worker`).
     """
 
     def __init__(self, folder: Path, cell: str = ""):

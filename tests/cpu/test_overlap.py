@@ -5,6 +5,7 @@ That the same runs in processes of their own is in test_multiprocess.
 
 import functools
 import math
+import threading
 
 import harness
 import jax
@@ -16,8 +17,9 @@ from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import cpu, gossip, replicas, topology
-from decent_jax.train import algorithm, overlap, xla
+from decent_jax import gossip, replicas, topology
+from decent_jax.cpu import gloo
+from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 
@@ -54,7 +56,7 @@ def test_a_swap_is_a_permutation_bit_for_bit():
 
     def swapped(x):
         pairs = [[(source, device) for device, source in enumerate(p)] for p in INVOLUTIONS]
-        return [jax.tree.map(lambda x, p=p: cpu.swap(x, p, "replica"), x) for p in pairs]
+        return [jax.tree.map(lambda x, p=p: gloo.swap(x, p, "replica"), x) for p in pairs]
 
     run = harness.on_stack(swapped, "devices", 8, 8, check_vma=False)
     for partners, got in zip(INVOLUTIONS, run(x), strict=True):
@@ -213,8 +215,8 @@ def copy(tree):
 
 def test_pairs_of_some_devices_are_not_swapped():
     """Each device has to take part in a sum over pairs."""
-    assert cpu.swap_is_faster([(0, 1), (1, 0)], 2)
-    assert not cpu.swap_is_faster([(0, 1), (1, 0)], 4)
+    assert gloo.swap_is_faster([(0, 1), (1, 0)], 2)
+    assert not gloo.swap_is_faster([(0, 1), (1, 0)], 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,7 +225,7 @@ def test_three_parts_make_the_step_of_one(name, case):
     metrics, moments and moving average too. Both begin with the same state: rounding to int8
     enlarges the smallest gap."""
     made = case(name)
-    assert isinstance(made.parts, overlap.Step) and not isinstance(made.whole, overlap.Step)
+    assert callable(made.whole) and not callable(made.parts)
     state = copy(made.state)
     for t, batch in enumerate(made.batches):
         r = made.rounds[t % len(made.rounds)]
@@ -236,14 +238,23 @@ def test_three_parts_make_the_step_of_one(name, case):
 
 
 def test_a_timed_step_is_the_same_step(case):
-    """Its halves take time; the update waits for what the messages take longer."""
+    """Its halves take time."""
     made = case("plain")
     args = made.batches[0], np.int32(0)
-    (state, metrics), times = made.programs[0].timed(copy(made.state), *args)
+    (state, metrics), (compute_s, message_s) = made.programs[0].timed(copy(made.state), *args)
     again = made.programs[0](copy(made.state), *args)
     for a, b in zip(*map(jax.tree.leaves, ((state, metrics), again)), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert min(times) > 0 and times.exposed_s == max(0, times.message_s - times.gradient_s)
+    assert min(compute_s, message_s) > 0
+
+
+def test_threads_of_the_devices_end_with_their_step(case):
+    made = case("plain")
+    jax.block_until_ready(made.programs[0](copy(made.state), made.batches[0], np.int32(0)))
+    for thread in threading.enumerate():
+        if thread.name.startswith("device"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_parts_are_compiled_once(case, as_if_over_gloo):
@@ -252,9 +263,9 @@ def test_parts_are_compiled_once(case, as_if_over_gloo):
     half = jax.tree.map(lambda x: x[:, :1], made.batches[0])
     short = made.parts.lower(made.state, half, np.int32(0), round=0).compile()
     one, other = made.programs[0], made.programs[1]
-    assert one.begin is other.begin and one.begin is not short.begin
-    assert one.mix is short.mix and one.mix is not other.mix
-    assert one.finish is short.finish and one.finish is not other.finish
+    assert one.compute is other.compute and one.compute is not short.compute
+    assert one.send is short.send and one.send is not other.send
+    assert one.land is short.land and one.land is not other.land
     short(copy(made.state), half, np.int32(0))
 
 
@@ -272,16 +283,15 @@ def test_what_each_part_waits_for(case):
     made in place, up to some arrays."""
     made = case("plain")
     program = made.programs[1]
-    mix, gradient, finish = (
-        part.as_text() for part in (program.mix, program.begin, program.finish)
-    )
+    own = program.compute.programs[0]  # of the first device
+    mix, gradient, finish = (part.as_text() for part in (program.send, own, program.land))
     assert not collectives(gradient) and not collectives(finish)
     sizes = [size for _, found, _ in collectives(mix) for size in found]
     model = made.bytes // 4
     assert model <= sum(sizes) <= model + 1  # and the flag
     assert " dot(" in gradient and " dot(" not in mix and " dot(" not in finish
     assert " sqrt(" in finish
-    last = program.finish.memory_analysis()
+    last = program.land.memory_analysis()
     assert last.temp_size_in_bytes < 1.1 * made.bytes
     assert last.output_size_in_bytes == pytest.approx(last.alias_size_in_bytes, rel=0.01)
     memory = xla.memory_of(program)
@@ -294,7 +304,7 @@ def test_an_update_that_is_all_late_is_in_place_too(case):
     """Decay in the gradient (L2) makes all of an update wait for the mixed parameters; all that
     is new is the gradient with the decay, of two replicas."""
     made = case("l2")
-    finish = made.programs[0].finish
+    finish = made.programs[0].land
     assert " sqrt(" in finish.as_text()
     assert finish.memory_analysis().temp_size_in_bytes < 1.1 * 2 * made.bytes
 
@@ -305,4 +315,4 @@ def test_an_update_that_is_all_late_is_in_place_too(case):
     ids=str,
 )
 def test_what_is_not_known_at_the_beginning_is_one_program(changes):
-    assert not isinstance(Trainer(**changes).parts, overlap.Step)
+    assert callable(Trainer(**changes).parts)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from trees import assert_equal
 
 from decent_jax import gossip, optim, topology
+from decent_jax.cpu import gloo
 from decent_jax.gossip import permute
 from decent_jax.gossip.codecs import BFloat16, Int8
 
@@ -213,7 +214,7 @@ def test_small_arrays_of_nodes_are_one_message(monkeypatch):
     kinds = ("reduce-scatter", "collective-permute", "all-gather")
     assert [sizes[kind] for kind in kinds] == [[2, 4, 5], [2, 4, 5], [4, 8, 10]]
     assert [packed[kind] for kind in kinds] == [[5, 5], [5, 5], [10, 10]]
-    monkeypatch.setattr(permute, "over_gloo", lambda: True)
+    monkeypatch.setattr(gloo, "used", lambda: True)
     all_together, one = mixed_with(0, monkeypatch, schedule, 1)
     assert [one[kind] for kind in kinds] == [[10], [10], [20]]
     assert_equal(apart, together)

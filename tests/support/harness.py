@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, optim
-from decent_jax.gossip import permute
+from decent_jax.cpu import gloo
 from decent_jax.optim import METHODS, Parts
 
 NAMES = tuple(METHODS)
@@ -221,5 +221,5 @@ def trajectory(tx, gradient, schedule, x, data, mix_every=1):
 def as_if(over_gloo):
     """Whether messages travel over gloo, whatever the devices are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(permute, "over_gloo", lambda: over_gloo)
+        patch.setattr(gloo, "used", lambda: over_gloo)
         yield

@@ -152,10 +152,11 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
     assert not list(memory.glob("*/*/*/*.program"))
 
 
-# By algorithm: changes, and programs: two gradients or steps, and two for each of the two rounds.
+# By algorithm: changes, and programs: two gradients or steps, two for each of the two rounds, and a
+# step without a round.
 OVERLAPPED = {
     "accum_adam": ({"schedule": "one_peer_exp"}, 6),
-    "noloco": ({"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}, 6),
+    "noloco": ({"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}, 7),
 }
 
 
