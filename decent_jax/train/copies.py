@@ -11,6 +11,7 @@ steps apart have one in common. With ``recovery.neighbours`` a process also keep
 process before it, in ``STEP.neighbour``: those of a host that is gone come from there.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -299,7 +300,8 @@ def open_copies(
       placement: of the replicas.
 
     Raises:
-      ConfigError: the config wants copies, and they do not fit into this machine's memory.
+      ConfigError: the config wants copies, and those of all processes of a host do not fit into
+        its memory.
     """
     every = config.recovery.every
 
@@ -316,12 +318,16 @@ def open_copies(
     share = (1 + (neighbours is not None)) * len(placement.local_replicas) / placement.num_replicas
     size = share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     folder, failure = folder_of(work.path), None
+    needed, hosts = (_KEPT + 1) * size, cluster.hosts()
+    of_host = needed * hosts.count(hosts[jax.process_index()])
     try:
         _make(folder)
-        free = shutil.disk_usage(folder).free + sum(x.stat().st_size for x in folder.iterdir())
-        needed = (_KEPT + 1) * size
-        if min(free, machine.memory_bytes()) < needed:
-            failure = f"needs {format_bytes(needed)} in {MEMORY}, which has {format_bytes(free)}"
+        free = shutil.disk_usage(folder).free
+        for path in folder.parent.glob("*/*"):  # copies of before, which will be written over
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                free += path.stat().st_size
+        if min(free, machine.memory_bytes()) < of_host:
+            failure = f"needs {format_bytes(of_host)} in {MEMORY}, which has {format_bytes(free)}"
     except OSError as error:
         failure = f"needs a folder {folder}: {error.strerror or error}"
     if cluster.any_process(failure is not None):

@@ -375,6 +375,28 @@ def test_memory_that_copies_need_is_there_before_anything_compiles(no_memory, tm
         Synchronous(experiment, work)
 
 
+@pytest.mark.parametrize("hosts", ["a", "abbb", "baab", "aaaa"])
+def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeypatch):
+    """What their copies of before take is theirs again."""
+    config = configured()
+    with open_experiment(config, tmp_path / "run") as (experiment, work):
+        shapes = jax.eval_shape(lambda: synchronous.init(experiment))
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        held = 1000 * (hosts.count(hosts[0]) - 1)
+        for k in range(1, len(hosts)):
+            if hosts[k] == hosts[0]:
+                other = copies.folder_of(work.path).with_name(str(k))
+                other.mkdir(parents=True)
+                (other / "4.copy").write_bytes(bytes(1000))
+        monkeypatch.setattr(copies.cluster, "hosts", lambda: list(hosts))
+        needed = 3 * size * hosts.count(hosts[0]) - held
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(needed - 1))
+        with refused("recovery.every", 4):
+            Synchronous(experiment, work)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(needed))
+        Synchronous(experiment, work)
+
+
 def test_a_run_that_did_not_ask_for_copies_does_without(no_memory, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(PLACE, "0")
     tiny.run(configured(recovery={"every": -1}), tmp_path / "run")
