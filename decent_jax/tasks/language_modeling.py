@@ -83,16 +83,25 @@ def validate(config: ConfigDict) -> None:
     check_iid(config)
     if init_from and not Path(init_from).is_file():
         raise ConfigError.about("model.init_from", init_from, "must be a file")
+    _check_text("data.prompt", config.data.prompt)
     if not path:
         why = f"must be a folder made by `decent-jax prepare text`, or {STDLIB!r}"
         raise ConfigError.about("data.path", path, why)
     vocab_size = _STDLIB_VOCAB
     try:
         if path != STDLIB:
-            vocab_size = _vocab_size(_open(Path(path), config.model.context)[0])
+            vocab_size = _open(Path(path), config)[1]
         model_config(config, vocab_size)
     except DataError as error:
         raise ConfigError(f"data.path: {error}", field="data.path", value=path) from None
+
+
+def _check_text(name: str, text: str) -> None:
+    """ConfigError for an argument that the shell gave in another encoding than UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError.about(name, ascii(text), "must be UTF-8") from None
 
 
 def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
@@ -170,13 +179,15 @@ class LanguageModeling(Task):
     def __init__(self, config: ConfigDict, folder: Path):
         self.folder = folder
         context = config.model.context
-        self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
-        self.config = model_config(config, _vocab_size(self.tokenizer))
+        self.tokenizer, vocab_size, self.train_source, self.eval_source = _open(folder, config)
+        self.config = model_config(config, vocab_size)
         self.init_from, self.prompt = config.model.init_from, config.data.prompt
         self.units_per_example = context
         self.flops_per_example = decoders.flops_per_token(self.config, context) * context
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
+        if self.tokenizer is not None:
+            self.tokenizer.encode(self.prompt)  # or refused now and not after the last step
 
     def init(self, key):
         return decoders.init(self.config, key), {}
@@ -204,7 +215,7 @@ class LanguageModeling(Task):
         manifest = _manifest(self.folder)
         return {
             "parameters": decoders.num_params(self.config),
-            "tokenizer": self.tokenizer.name if self.tokenizer else "gpt2",
+            "tokenizer": self.tokenizer.name if self.tokenizer else "unknown",
             "corpus_sha256": manifest.get("corpus_sha256", ""),
             "train_tokens": int(self.train_source.num_tokens),
             "val_tokens": int(self.eval_source.num_tokens),
@@ -239,8 +250,9 @@ def _described(run: TrainedRun) -> tuple[tokenizers.Tokenizer | None, decoders.C
     """The tokenizer and the model of a run, without its checkpoint."""
     if not run.config.data.path:
         raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
-    tokenizer = _tokenizer(_data_folder(run.config, run.workdir))
-    return tokenizer, model_config(run.config, _vocab_size(tokenizer))
+    folder = _data_folder(run.config, run.workdir)
+    tokenizer = _tokenizer(folder)
+    return tokenizer, model_config(run.config, _vocab_size(tokenizer, folder, run.config))
 
 
 def _saved(
@@ -292,6 +304,7 @@ def sample(
       ConfigError: ``top_k`` is out of range, or the samples do not fit this machine.
       DataError: there is no tokenizer to read the prompt with.
     """
+    _check_text("--prompt", prompt)
     tokenizer, config = _described(run)
     if tokenizer is None:
         raise DataError("the run's token folder has no manifest.json that names its tokenizer")
@@ -337,10 +350,14 @@ def _check_memory(config: decoders.Config, tokens: int, samples: int) -> None:
 # --- The token folder ---------------------------------------------------------------------------
 
 
-def _open(folder: Path, context: int) -> tuple:
-    """(tokenizer or None, training windows, validation windows)."""
+def _open(folder: Path, config: ConfigDict) -> tuple:
+    """(tokenizer or None, size of its vocabulary, training windows, validation windows)."""
+    tokenizer = _tokenizer(folder)
+    size = _vocab_size(tokenizer, folder, config)
     paths = [folder / f"{name}.bin" for name in token_folder.SPLITS]
-    return _tokenizer(folder), *(token_folder.TokenWindows(path, context) for path in paths)
+    types = [token_folder.token_type(path, size) for path in paths]
+    windows = map(token_folder.TokenWindows, paths, [config.model.context] * len(paths), types)
+    return tokenizer, size, *windows
 
 
 def _manifest(folder: Path) -> dict:
@@ -351,7 +368,7 @@ def _manifest(folder: Path) -> dict:
 
 
 def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
-    """The manifest's; None for a folder of nanoGPT's, whose tokens are GPT-2's."""
+    """The manifest's; None for a folder of nanoGPT's, which names none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(
@@ -362,5 +379,13 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
     return tokenizers.from_manifest(folder)
 
 
-def _vocab_size(tokenizer: tokenizers.Tokenizer | None) -> int:
-    return tokenizer.vocab_size if tokenizer else decoders.PRESETS["small"].vocab_size
+def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: ConfigDict) -> int:
+    """Of the tokenizer, of nanoGPT's meta.pkl, or of the config; DataError for none of them."""
+    if tokenizer is not None:
+        return tokenizer.vocab_size
+    if size := token_folder.vocabulary_of(folder) or config.model.vocab_size:
+        return size
+    raise DataError(
+        f"{folder} has neither manifest.json nor meta.pkl, which say its vocabulary; set"
+        " model.vocab_size, to 50257 for GPT-2's tokens"
+    )

@@ -3,16 +3,23 @@
 import gc
 import itertools
 import json
+import pickle
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusals import refuses
 
+from decent_jax import train
 from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.token_folder import TokenFolderWriter, TokenWindows
-from decent_jax.ground.errors import DataError
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.tasks import language_modeling
 
 SEQ_LEN = 4
 
@@ -29,7 +36,7 @@ def tokens(tmp_path):
 
 @pytest.fixture
 def source(tokens):
-    return TokenWindows(tokens(50 * SEQ_LEN + 3), SEQ_LEN)  # 50 windows
+    return TokenWindows(tokens(50 * SEQ_LEN + 3), SEQ_LEN, "<u2")  # 50 windows
 
 
 def shares(num_replicas, processes):
@@ -48,12 +55,12 @@ def stream(source, steps, **kwargs):
 
 
 def test_windows(tokens):
-    source = TokenWindows(tokens(3 * SEQ_LEN + 1), SEQ_LEN)
+    source = TokenWindows(tokens(3 * SEQ_LEN + 1), SEQ_LEN, "<u2")
     assert len(source) == 3 and source.num_tokens == 13
     assert source[0].dtype == np.int32
     np.testing.assert_array_equal(source[0], [0, 1, 2, 3, 4])
     np.testing.assert_array_equal(source[2], [8, 9, 10, 11, 12])
-    assert len(TokenWindows(tokens(3 * SEQ_LEN), SEQ_LEN)) == 2
+    assert len(TokenWindows(tokens(3 * SEQ_LEN), SEQ_LEN, "<u2")) == 2
     with pytest.raises(IndexError):
         source[3]
 
@@ -64,7 +71,81 @@ def test_windows_errors(content, tmp_path):
     if content is not None:
         path.write_bytes(content)
     with refuses(path, error=DataError):
-        TokenWindows(path, 4)
+        TokenWindows(path, 4, "<u2")
+
+
+# --- folders that others made: type and vocabulary are found or asked for -------------------------
+
+KINDS = ("<u8", "<i8", "<u4", "<i4", "<u2", "<i2", "u1")
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(KINDS), st.data())
+def test_the_type_of_ids_is_found(kind, data):
+    """Ids of any vocabulary that the type holds, with some of the largest; or a refusal."""
+    vocabulary = data.draw(st.sampled_from([2, 65, 256, 257, 50257, 65536, 65537, 128_256]))
+    if np.iinfo(kind).max < vocabulary - 1:
+        vocabulary = int(np.iinfo(kind).max) + 1
+    ids = np.random.default_rng(data.draw(st.integers(0, 99))).integers(1, vocabulary, 301)
+    ids[data.draw(st.lists(st.integers(0, 300), max_size=40))] = 0  # not every id is large
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.bin")
+        path.write_bytes(ids.astype(kind).tobytes())
+        found = token_folder.token_type(path, vocabulary)
+        read = TokenWindows(path, 300, found)[0]
+        np.testing.assert_array_equal(read, ids)
+        assert (
+            pickle.loads(pickle.dumps(TokenWindows(path, 300, found)))[0].tolist() == read.tolist()
+        )
+        if found.itemsize > 1:  # a file that is cut within a token is of no narrower type
+            path.write_bytes(path.read_bytes()[: -found.itemsize // 2])
+            with pytest.raises(DataError):
+                TokenWindows(path, 4, token_folder.token_type(path, vocabulary))
+        if vocabulary > 2:  # a vocabulary that is too small for them
+            (ids % vocabulary | 1).astype(kind).tofile(path)
+            with pytest.raises(DataError):
+                token_folder.check_vocab(path, 1)
+
+
+def config_of(folder, **model):
+    config = train.default_config()
+    config.data.path = str(folder)
+    config.model.update(context=8, layers=1, heads=2, width=16, **model)
+    return config
+
+
+def test_a_folder_of_nanogpts(tmp_path):
+    """Its characters have a vocabulary of 65; without meta.pkl, the config has to say one."""
+    for split in ("train", "val"):
+        np.random.default_rng(0).integers(0, 65, 200).astype("<u2").tofile(
+            tmp_path / f"{split}.bin"
+        )
+    with refuses("model.vocab_size", "meta.pkl", error=ConfigError):
+        language_modeling.validate(config_of(tmp_path))
+    config = config_of(tmp_path, vocab_size=70)
+    assert language_modeling.LanguageModeling(config, tmp_path).config.vocab_size == 70
+    meta = tmp_path / "meta.pkl"
+    meta.write_bytes(pickle.dumps({"vocab_size": 65, "stoi": {"a": 0}, "itos": {0: "a"}}))
+    task = language_modeling.LanguageModeling(config_of(tmp_path), tmp_path)
+    assert task.config.vocab_size == 65 and task.summary()["tokenizer"] == "unknown"
+    with refuses("model.vocab_size", 65, 64, error=ConfigError):
+        language_modeling.validate(config_of(tmp_path, vocab_size=64))
+    for bad in (b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"vocab_size": print})):
+        meta.write_bytes(bad)
+        with refuses(meta, error=ConfigError):
+            language_modeling.validate(config_of(tmp_path))
+    meta.write_bytes(pickle.dumps({"vocab_size": 60}))
+    with refuses("train.bin", 60, error=ConfigError):
+        language_modeling.validate(config_of(tmp_path))
+
+
+def test_a_prompt_in_another_encoding_is_refused(tmp_path):
+    config = config_of(tmp_path)
+    config.data.prompt = "a \udcff b"
+    with refuses("data.prompt", "UTF-8", error=ConfigError):
+        language_modeling.validate(config)
+    with refuses("--prompt", "UTF-8", error=ConfigError):
+        language_modeling.sample(None, prompt="a \udcff b")
 
 
 def test_check_vocab(tmp_path, tokens):

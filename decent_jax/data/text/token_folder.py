@@ -8,7 +8,9 @@ uint32 for a vocabulary beyond 65,536, the tokenizer's `end_of_text` after each 
 import contextlib
 import functools
 import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,17 +36,18 @@ class TokenWindows:
     is not full is left out. The file is memory-mapped; pickling reopens it.
 
     Args:
-      path: a file of raw little-endian uint16, or of the type that the manifest beside it names.
+      path: a file of raw little-endian ids.
       seq_len: tokens that a model reads at once, at least 1.
+      dtype: of the ids, see `token_type`; None: as the manifest beside it says.
 
     Raises:
       DataError: the file is missing, ends within a token or is shorter than a window.
     """
 
-    def __init__(self, path: str | Path, seq_len: int):
+    def __init__(self, path: str | Path, seq_len: int, dtype: Any = None):
         self.path = str(path)
         self.seq_len = int(seq_len)
-        self._tokens = _memmap(self.path)
+        self._tokens = _memmap(self.path, np.dtype(dtype) if dtype else _manifest_type(path))
         self._length = (len(self._tokens) - 1) // self.seq_len
         if self._length < 1:
             raise DataError(
@@ -70,7 +73,54 @@ class TokenWindows:
         return f"TokenWindows({self.path!r}, seq_len={self.seq_len})"
 
     def __reduce__(self):
-        return TokenWindows, (self.path, self.seq_len)
+        return TokenWindows, (self.path, self.seq_len, self._tokens.dtype)
+
+
+def vocabulary_of(folder: str | Path) -> int | None:
+    """The vocabulary that nanoGPT's `meta.pkl` names, None where there is no such file.
+
+    Raises:
+      DataError: the file is damaged, or holds more than plain values, which are not executed.
+    """
+    path = Path(folder) / "meta.pkl"
+    if not path.exists():
+        return None
+    with one_sentence(path), entries_of(path, "names no vocab_size"), open(path, "rb") as file:
+        try:
+            return int(_PlainUnpickler(file).load()["vocab_size"])
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}, expected plain values")
+
+
+def token_type(path: str | Path, vocab_size: int) -> np.dtype:
+    """The type of a file's ids: its manifest's, else the widest in which all fit a vocabulary.
+
+    In a type narrower than theirs, half of the ids would be 0; a wider one makes two ids one large
+    number.
+
+    Raises:
+      DataError: the ids are of no type that holds the vocabulary.
+    """
+    if (Path(path).parent / "manifest.json").exists():
+        return _manifest_type(path)
+    with one_sentence(path):
+        size = os.path.getsize(path)
+    for name in ("<u8", "<u4", "<u2", "u1"):
+        token = np.dtype(name)
+        if np.iinfo(token).max < vocab_size - 1 or size < token.itemsize:
+            continue
+        ids = np.memmap(path, token, "r", shape=(size // token.itemsize,))
+        if int(ids[: 1 << 16].max()) < vocab_size > int(ids.max()):
+            return token
+    raise DataError(
+        f"{path}: its {size} bytes are no ids below {vocab_size} of any type; name the vocabulary"
+        " by model.vocab_size, or prepare the text again"
+    )
 
 
 def check_vocab(path: str | Path, vocab_size: int) -> None:
@@ -85,7 +135,7 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
             if split["file"] == path.name and split["bytes"] == path.stat().st_size:
                 largest = int(split["largest_id"])
     if largest is None:
-        largest = int(_memmap(path).max())
+        largest = int(_memmap(path, token_type(path, vocab_size)).max())
     if largest >= vocab_size:
         raise DataError(f"{path}: holds token id {largest}, the model's vocabulary is {vocab_size}")
 
@@ -140,10 +190,9 @@ class TokenFolderWriter(Draft):
         return self.publish(about | entries, "numpy")
 
 
-def _memmap(path: str | Path) -> np.ndarray:
+def _memmap(path: str | Path, token: np.dtype) -> np.ndarray:
     with one_sentence(path):
         size = os.path.getsize(path)
-        token = _type_of(path)
         if size % token.itemsize:
             raise DataError(f"{path}: {size} bytes are no whole number of {token.name} tokens")
         if not size:
@@ -151,9 +200,9 @@ def _memmap(path: str | Path) -> np.ndarray:
         return np.memmap(path, token, "r")
 
 
-def _type_of(path: str | Path) -> np.dtype:
-    """Of the tokens in a file; uint16, as nanoGPT's, where no manifest says otherwise."""
-    with contextlib.suppress(DataError):
-        name = read_manifest(Path(path).parent).get("dtype")
-        return _TYPES.get(str(name), np.dtype("<u2"))
-    return np.dtype("<u2")
+def _manifest_type(path: str | Path) -> np.dtype:
+    folder = Path(path).parent
+    name = read_manifest(folder).get("dtype")
+    if name not in _TYPES:
+        raise DataError(f"{folder}/manifest.json: names no type of its tokens; prepare them again")
+    return _TYPES[name]
