@@ -15,23 +15,27 @@ learned since:
 A copy travels in a `Format`, every array by a codec of `decent_jax.gossip.codecs`.
 
 `Meetings` is one peer's side of it. It knows neither threads nor Ray; the peer calls it from any
-thread. A meeting of asker A and answerer B is three messages, so that neither side averages if one
-did not understand the other::
+thread. A meeting of asker A and answerer B is six messages, so that no copy is coded or travels
+before B has agreed, and neither side averages if one did not understand the other::
 
-    A.ask() -> offer            B.agree(meeting), or "not now"
-                                B.answer(offer) -> reply
-    A.hear(reply)
-                                B.settle(...) -> accepted       (B adds its half from here on)
-    A.close(accepted)                                            (A adds its half from here on)
+    A.ask() -> offer, message
+                              -- offer -------->  B.agree(meeting)
+                              <- yes, or no ----
+    message()                 -- message ------>  B.answer(offer, message) -> reply
+    A.hear(reply)             <- reply ---------
+                              -- understood --->  B.settle(...) -> accepted   (B adds its half now)
+    A.close(accepted)         <- accepted ------                              (A adds its half now)
 
 B settles once, and only within its patience, so that A and B add opposite halves or none at all,
-however long the messages take. Only a death in between leaves a half alone.
+however long the messages take. Only where the last message is lost, since A has died or the
+connection has broken between `settle` and `close`, B adds its half and A does not.
 """
 
 import dataclasses
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,7 +191,7 @@ class Meetings:
     >>> offer, message = ours.ask()
     >>> theirs.agree(offer.meeting)
     True
-    >>> reply = theirs.answer(offer, message)
+    >>> reply = theirs.answer(offer, message())
     >>> understood = ours.hear(*reply)
     >>> ours.close(offer.meeting, theirs.settle(offer.meeting, understood))
     >>> ours.take()[0].half, theirs.take()[0].half
@@ -237,17 +241,21 @@ class Meetings:
 
     # --- The asker --------------------------------------------------------------------------------
 
-    def ask(self) -> tuple[Offer, Message] | None:
-        """What to send to a neighbour; None: busy."""
+    def ask(self) -> tuple[Offer, Callable[[], Message]] | None:
+        """What to ask a neighbour, and what encodes the message if it agrees; None: busy."""
         begun = self._begin(None)
         if begun is None:
             return None
-        try:
-            self._encode(begun)
-        except Exception:
-            self.give_up(begun.name, "lost")
-            raise
-        return self._offer(begun, True), begun.message
+
+        def message() -> Message:
+            try:
+                self._encode(begun)
+            except Exception:
+                self.give_up(begun.name, "lost")
+                raise
+            return begun.message
+
+        return self._offer(begun, True), message
 
     def hear(self, reply: Offer, message: Message) -> bool:
         """Whether this side understood the answerer's message, which `settle` must be told."""

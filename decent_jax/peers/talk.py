@@ -1,15 +1,7 @@
-"""What peers say to each other: a meeting is a conversation over one connection.
+"""What peers say to each other: the messages of `decent_jax.peers.rule`, over one connection.
 
-    asker     a question, with its `Offer`
-    answerer  yes, or no: "not now"
-    asker     its message
-    answerer  its `Offer` and its message
-    asker     whether it has understood
-    answerer  whether both add their halves
-
-A copy travels only after the answerer has agreed. If a connection breaks, or ``peers.meet_s`` have
-passed, the meeting ends on that side; see `decent_jax.peers.rule`. A peer that joins asks for a
-state in the same way.
+If it breaks, or ``peers.meet_s`` have passed, the meeting ends on that side. A peer that joins asks
+for a state in the same way.
 """
 
 import math
@@ -90,13 +82,16 @@ class Asker:
         else:
             self._avoid(name)
 
-    def _exchange(self, connection: Connection, offer: Offer, message: Message) -> bool | None:
+    def _exchange(
+        self, connection: Connection, offer: Offer, make: Callable[[], Message]
+    ) -> bool | None:
         """Whether this side has understood the partner's message; None: the partner declines."""
         with connections.within(self._peers["meet_s"], connection):
             connections.send(connection, [_MEET, *offer])
             agreed, _ = connections.receive(connection)
             if not agreed:
                 return None
+            message = make()
             connections.send(connection, message.side, message.parts)
             (side, *reply), parts = connections.receive(connection)
         return self._meetings.hear(Offer(*reply), Message(list(parts), side))

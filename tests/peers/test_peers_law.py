@@ -86,7 +86,8 @@ def meeting(asker, answerer):
         asker.give_up(asked[0].meeting, "declined")
         return None
     yield
-    reply = answerer.answer(*asked)
+    offer, message = asked
+    reply = answerer.answer(offer, message())
     yield
     understood = asker.hear(*reply)
     yield

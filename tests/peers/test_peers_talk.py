@@ -97,6 +97,21 @@ def test_who_is_busy_or_stops_declines_and_no_copy_travels(talkers):
     assert one.meetings.counts["declined"] == 2 and one.meetings.counts["lost"] == 0
 
 
+def test_a_copy_is_encoded_for_who_wants_it(talkers, monkeypatch):
+    """It takes seconds for a large model; most questions of a peer that asks often are declined."""
+    encoded, encode = [], Format.encode
+    monkeypatch.setattr(
+        Format, "encode", lambda *args, **given: encoded.append(1) or encode(*args, **given)
+    )
+    one, other = talkers("int8")
+    other.willing = False
+    one.asker.ask()
+    assert one.meetings.counts["declined"] == 1 and not encoded
+    other.willing = True
+    one.asker.ask()
+    assert one.meetings.take() and taken(other) and len(encoded) == 2
+
+
 def test_nobody_there_is_avoided_for_a_while(talkers):
     one, _ = talkers()
     one.asker.members = [("0.0", ("127.0.0.1", 9)), ("2.0", ("127.0.0.1", 9))]
