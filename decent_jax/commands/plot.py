@@ -3,14 +3,16 @@
     decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean]
 
 One run is drawn into RUN/curves.png, several into comparison.png in the current folder. Beside the
-picture goes a page for a browser, RUN/report.html or comparison.html, which needs no other file and
-no network: curves that say their values under the mouse, results, settings that differ, where the
-time went, who sends to whom. With --mean runs that differ in their seed become one line with a
-band, against steps, time and bytes sent, and there is no page.
+picture goes a page for a browser, RUN/report.html or comparison.html, drawn by plotly (extra page),
+which needs no other file and no network: curves that say their values under the mouse, results,
+where the time went, settings that differ. With --mean runs that differ in their seed become one
+line with a band, against steps, time and bytes sent, and there is no page.
 """
 
+import sys
 from pathlib import Path
 
+from decent_jax.ground import extras
 from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.run_folder import label_runs, load_run
 
@@ -25,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
     add("--mean", action="store_true", help="a line for runs that differ in the seed")
     options = parser.parse_args(arguments)
-    from decent_jax.plots import page, runs, style  # here, as matplotlib takes a while
+    from decent_jax.plots import runs, style  # here, as matplotlib takes a while
 
     beside = None  # the page, where it is not inside the run's folder
     if options.out is not None or options.mean or len(options.runs) > 1:
@@ -39,6 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(style.save(runs.draw_means(curves), options.out or runs.COMPARISON, dpi=150))
     else:
         print(runs.plot_runs(options.runs, options.out))
+        try:
+            extras.need("page", "plotly")
+        except extras.Unavailable as error:
+            print(f"decent-jax plot: the page is left out, since {error}", file=sys.stderr)
+            return 0
+        from decent_jax.plots import page
+
         loaded = [load_run(run) for run in options.runs]
         label_runs(loaded)
         print(page.write(loaded, beside or loaded[0].path / page.REPORT))
