@@ -28,9 +28,6 @@ FIELDS = {
         "format of copies",
         choices=("float32", "bfloat16", "int8", "lattice8", "lattice16"),
     ),
-    "peers.proportional": Changeable(
-        False, "True: a slower peer asks after fewer steps, in proportion to its speed"
-    ),
     "peers.max_lag": Changeable(
         100,
         "steps of common progress after which a peer that returns joins as a new one",

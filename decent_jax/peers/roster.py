@@ -65,15 +65,15 @@ class Roster:
 
     def beat(
         self, slot: int, incarnation: int, address: Address, report: dict[str, Any]
-    ) -> tuple[int, Members, float] | None:
-        """A peer's report: the steps of all slots, `members`, `fastest_s`; None: it is removed."""
+    ) -> tuple[int, Members] | None:
+        """A peer's report: the steps of all slots, and `members`; None: it is removed."""
         entry = self._slots[slot]
         if not entry.alive or entry.incarnation != incarnation:
             return None
         entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
         entry.joins, entry.address = False, address
         all_steps = sum(entry.steps for entry in self._slots.values())
-        return all_steps, self.members(), self.fastest_s()
+        return all_steps, self.members()
 
     def members(self) -> Members:
         """(name, address) of the peers that train and are not silent."""
@@ -82,12 +82,6 @@ class Roster:
             for slot, entry in self._slots.items()
             if self._is_member(entry)
         ]
-
-    def fastest_s(self) -> float:
-        """Seconds of a step of the fastest member; 0 where nobody has said yet."""
-        members = filter(self._is_member, self._slots.values())
-        told = (entry.report.get("step_s", 0.0) for entry in members)
-        return min(filter(None, told), default=0.0)
 
     def is_hopeful(self) -> bool:
         """Whether a peer that joins may yet find one that trains: not all of them wait for it."""
@@ -201,7 +195,6 @@ class Reporter:
         boundary, meetings = self._boundary, self._boundary.meetings
         return {
             "steps": self._pulse.own,
-            "step_s": boundary.step_s,
             **meetings.counts,
             "losses": boundary.losses,
             "stale": boundary.stale,
@@ -222,7 +215,7 @@ class Reporter:
             say("another peer has this slot now")
             self._leave("stop")
             return False
-        all_steps, members, self._boundary.fastest_s = answer
+        all_steps, members = answer
         self._asker.members = members
         self._boundary.alone = len(members) < 2
         self._pulse.heard(all_steps, report["steps"])

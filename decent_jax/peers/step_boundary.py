@@ -172,10 +172,6 @@ class StepBoundary:
         self._changes = StateChanges(experiment)
         self.join = join
         self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
-        self._proportional = peers["proportional"]
-        self._began: float | None = None  # when the last step did
-        self.step_s = 0.0  # of its own steps, of late; 0: not known yet
-        self.fastest_s = 0.0  # of the fastest peer's
         self._due = 0  # the step before which to ask next
         self._ask_after = 0.0  # and the time; infinite while a question is under way
         self._log: events.EventLog | None = None
@@ -203,17 +199,8 @@ class StepBoundary:
             start = self._place.start
         self._pulse.own = start
         self._pulse.heard(self._place.all_steps, start)
-        self._due = start + self.local_steps()
+        self._due = start + self._every
         return start
-
-    def local_steps(self) -> int:
-        """How many steps it makes before it asks the next peer: DyLU's, where they differ.
-
-        All peers then ask after about the same time, and none with a movement that took it long.
-        """
-        if not (self._proportional and self.step_s and self.fastest_s):
-            return self._every
-        return max(1, round(self._every * min(1.0, self.fastest_s / self.step_s)))
 
     def over(self, done: int) -> bool:
         """Whether the run ends after ``done`` steps.
@@ -255,7 +242,6 @@ class StepBoundary:
         # A host that is ahead of its device publishes late, meets nobody until then, and adds what
         # is older. All that the next step needs but the meetings is ready here.
         self._note_loss()
-        self._note_time()
         taken = self.meetings.take()
         for met in taken:
             log.met(t, met)
@@ -265,7 +251,7 @@ class StepBoundary:
             self._publish(log, state, t, progress)
         self._give(state, t)
         if t >= self._due and self._clock() >= self._ask_after:
-            self._due, self._ask_after = t + self.local_steps(), math.inf
+            self._due, self._ask_after = t + self._every, math.inf
             self._jobs.put(self._ask_and_rest)
         self.ready = True  # now: on a CPU, a step with a callback returns only when it is made
         state, metrics = compiled(state, batch, number(self._place.slot, t))
@@ -327,14 +313,6 @@ class StepBoundary:
         if math.isfinite(loss):
             self.losses = total + loss, count + 1
         self._last_loss = None
-
-    def _note_time(self) -> None:
-        """How long a step takes, from its beginning to the next one's; the last ones count most."""
-        now, before = self._clock(), self._began
-        if before is not None:
-            share = 0.1 if self.step_s else 1.0
-            self.step_s += share * (now - before - self.step_s)
-        self._began = now
 
     def _begin_log(self, t: int) -> events.EventLog:
         self._log = events.EventLog(self._place.folder, self._place.incarnation)

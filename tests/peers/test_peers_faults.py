@@ -9,8 +9,6 @@ import pytest
 from ml_collections import ConfigDict
 from test_peers_law import (
     PACES,
-    alone,
-    do_jobs,
     make_step_of,
     noise,  # noqa: F401 (a fixture)
     peer_in_process,  # noqa: F401 (a fixture)
@@ -226,26 +224,6 @@ def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
         boundary.want_state().result(0)
 
 
-@pytest.mark.usefixtures("noise")
-@pytest.mark.parametrize(("proportional", "asks_again"), [(True, 8), (False, 12)])
-def test_a_slower_peer_asks_after_fewer_steps(proportional, asks_again, tmp_path):
-    """Its steps take 1.5 s, those of the fastest 0.5: a third of six."""
-    roster = Roster(5.0, {}, lambda: 0.0)
-    for slot, step_s in ((0, 0.0), (1, 0.5), (2, 0.9)):
-        roster.add(slot, 0, False)
-        roster.beat(slot, 0, NOWHERE, {"steps": 3, "step_s": step_s})
-    with alone(tmp_path, mix_every=6, proportional=proportional) as peer:
-        reporter, asked = reporter_of(peer, roster), []
-        for t in range(13):
-            make_step_of(peer)
-            peer.now += 1.5
-            assert reporter.beat()
-            do_jobs(peer)
-            asked += [t] * peer.asks
-            peer.asks = 0
-    assert asked[:2] == [6, asks_again]
-
-
 BOTH = [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
 
@@ -264,7 +242,7 @@ class Answers:
 
 def test_a_roster_that_is_out_of_reach_for_a_while_is_asked_again(in_process):
     """The thread that reports must not end without a word: the peer would never know the end."""
-    reporter = reporter_of(in_process, Answers((0, BOTH, 0.0), TimeoutError(), (8, BOTH, 0.0)))
+    reporter = reporter_of(in_process, Answers((0, BOTH), TimeoutError(), (8, BOTH)))
     assert reporter.beat() and reporter.beat() and reporter.beat()
     assert in_process.pulse.progress() == 8 // len(PACES)
 
@@ -282,8 +260,8 @@ def test_a_roster_is_asked_over_a_connection_that_may_break():
     with listener:
         link = RosterLink(address, SECRET, 30.0)
         for steps in (3, 5):
-            found = link.call("beat", 0, 0, NOWHERE, {"steps": steps, "step_s": 0.5})
-            assert found == [steps + 4, [["0.0", list(NOWHERE)]], 0.5]
+            found = link.call("beat", 0, 0, NOWHERE, {"steps": steps})
+            assert found == [steps + 4, [["0.0", list(NOWHERE)]]]
         assert link.call("beat", 0, 1, NOWHERE, {"steps": 3}) is None  # another one has the slot
         assert link.call("is_hopeful") and len(served) == 1
         served[0].close()
@@ -319,7 +297,7 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     now = [0.0]
     made = 100, 100 + steps  # the first were known before, however long this peer took to begin
-    answers = Answers(*((t * len(PACES), BOTH, 0.0) for t in made))
+    answers = Answers(*((t * len(PACES), BOTH) for t in made))
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     now[0] += 60
     assert reporter.beat()
@@ -339,8 +317,8 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
 def test_meetings_before_a_network_broke_do_not_count(when, in_process):
     """A peer that met between its last answer and the break may have met nobody since."""
     now = [0.0]
-    late = 16 * len(PACES), BOTH, 0.0
-    answers = Answers((0, BOTH, 0.0), TimeoutError(), TimeoutError(), late)
+    late = 16 * len(PACES), BOTH
+    answers = Answers((0, BOTH), TimeoutError(), TimeoutError(), late)
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     assert reporter.beat()
     in_process.meetings.counts["met"] += when == "before"
@@ -354,7 +332,7 @@ def test_meetings_before_a_network_broke_do_not_count(when, in_process):
 
 def test_reports_end_when_the_peer_does(in_process):
     many = 100_000  # it reports as often as it likes while this thread waits for a core
-    beats = Answers(*[(0, BOTH, 0.0)] * many)
+    beats = Answers(*[(0, BOTH)] * many)
     reporter = reporter_of(in_process, beats, beat_s=0.001)
     thread = threading.Thread(target=reporter.run)
     thread.start()
