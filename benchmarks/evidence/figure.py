@@ -225,17 +225,13 @@ class Panel(NamedTuple):
     curves: list[Curve]
 
 
-def draw(
-    records: Sequence[Record], path: Path, times: Mapping[tuple[str, str], float]
-) -> Path | None:
-    """Writes the figure; None where there is nothing to draw."""
+def draw(records: Sequence[Record], path: Path, times: Mapping[tuple[str, str], float]) -> Path:
+    """Writes the figure."""
     panels = []
     for task in SHOWN:
         panels += [learning_panel(records, task), time_panel(records, task, times)]
     panels += [budget_panel(records), language_panel(records)]
     panels = [panel for panel in panels if panel.curves]
-    if not panels:
-        return None
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = new_figure(5.6 * columns, 3.6 * rows, w_pad=0.12, h_pad=0.12)
@@ -335,12 +331,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FIGURE.png")
     parsed = parser.parse_args(arguments)
     records = load(parsed.records)
+    if not records:
+        parser.error(f"--records {parsed.records} has no record; trainings.py makes them")
     for task in dict.fromkeys(record.task for record in records):
         print(f"{task}\n\n{table(records, task)}\n")
-    if not records:
-        print(f"no record in {parsed.records}")
-    if parsed.out and draw(records, parsed.out, step_times(parsed.records)):
-        print(parsed.out)
+    if parsed.out:
+        print(draw(records, parsed.out, step_times(parsed.records)))
     return 0
 
 

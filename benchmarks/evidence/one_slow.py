@@ -14,10 +14,8 @@ import numpy as np
 
 from decent_jax.tasks import image_classification
 
-FIELDS = image_classification.FIELDS
-validate, load, export = (
-    getattr(image_classification, name) for name in ("validate", "load", "export")
-)
+FIELDS, validate = image_classification.FIELDS, image_classification.validate
+load, export = image_classification.load, image_classification.export
 SLOW = ("peers", "0")  # the end of the folder of the slow peer
 
 
@@ -29,11 +27,7 @@ def make(config, workdir, announce):
     return task
 
 
-def slowed(
-    loss: Callable,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Callable:
+def slowed(loss: Callable) -> Callable:
     """The same loss, which sleeps for as long as its caller has worked since its last sleep.
 
     Not at the first step: what came before it, mostly compiling, may have taken a minute, and the
@@ -44,8 +38,8 @@ def slowed(
     def pause(value):
         nonlocal ended
         if ended is not None:
-            sleep(clock() - ended)
-        ended = clock()
+            time.sleep(time.monotonic() - ended)
+        ended = time.monotonic()
         return np.float32(0)
 
     def slow(params, model_state, batch, key):

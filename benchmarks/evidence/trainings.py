@@ -11,8 +11,7 @@ The third trains those with a word in their names, five at once on a GPU, each w
 cores; fields after it say how this machine computes, not what, and go to all commands.
 Every run is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on
 where it was when the script is started again. `kept` says what DIR/records/NAME.json has of a
-finished run; those in benchmarks/records/ are such files, of which figure.py makes tables and a
-figure.
+finished run; figure.py makes tables and a figure of those in benchmarks/records/.
 """
 
 import fcntl
@@ -46,17 +45,15 @@ class Piece(NamedTuple):
     changes: tuple[tuple[str, object], ...]
 
     @property
-    def data(self) -> str:
-        """The folder in DIR/data/."""
-        return {"multi30k_en_de": "multi30k"}.get(self.task, self.task)
-
-    @property
     def task(self) -> str:
         return self.config.partition(":")[0]
 
     def command(self, root: Path, here: Sequence[str] = ()) -> list[str]:
         """Of train.py, after the interpreter; ``here``: flags for this machine."""
-        fields = {"data.path": root / "data" / self.data, **dict(self.changes)}
+        fields = {
+            "data.path": root / "data" / self.task.removesuffix("_en_de"),
+            **dict(self.changes),
+        }
         return [
             str(CHECKOUT / "train.py"),
             f"--config={CHECKOUT}/configs/{self.task}.py:{self.config.partition(':')[2]}",
@@ -234,7 +231,7 @@ def train(
                 free.append(cores)
                 if process.returncode:
                     failed.append(each)
-                    print(f"{each.name} failed, see {_log(root, each)}", flush=True)
+                    print(f"{each.name} failed, see {_beside(root, each, 'log')}", flush=True)
                 else:
                     record(root, each, here)
                     print(f"{each.name}: {_progress(root / 'runs' / each.name)}", flush=True)
@@ -253,13 +250,13 @@ def start(
 
     The process inherits the lock: should this one be killed, nobody trains beside its children.
     """
-    _log(root, each).parent.mkdir(parents=True, exist_ok=True)
+    _beside(root, each, "log").parent.mkdir(parents=True, exist_ok=True)
     _note_commit(root, each)
     # Ray's processes need the path; memory that a step frees is kept for the next one.
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "GLIBC_TUNABLES": KEPT_MEMORY}
     cores = os.sched_getaffinity(0)
-    with _log(root, each).open("ab") as log:
+    with _beside(root, each, "log").open("ab") as log:
         os.sched_setaffinity(0, own)  # children inherit it
         try:
             return subprocess.Popen(
@@ -319,26 +316,23 @@ def _short(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _log(root: Path, each: Piece) -> Path:
-    return root / "runs" / f"{each.name}.log"
-
-
 def _note_commit(root: Path, each: Piece) -> None:
     describe = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
     if commit not in _commits(root, each):
-        with _commit_file(root, each).open("a") as file:
+        with _beside(root, each, "commits").open("a") as file:
             print(commit, file=file)
 
 
 def _commits(root: Path, each: Piece) -> list[str]:
     """Of the checkouts that trained the piece, in order."""
-    file = _commit_file(root, each)
+    file = _beside(root, each, "commits")
     return file.read_text().split() if file.exists() else []
 
 
-def _commit_file(root: Path, each: Piece) -> Path:
-    return root / "runs" / f"{each.name}.commits"
+def _beside(root: Path, each: Piece, kind: str) -> Path:
+    """A file beside the folder of a run."""
+    return root / "runs" / f"{each.name}.{kind}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,19 +28,9 @@ from decent_jax.train import ConfigError, flags, validate
 from decent_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "model.layers": 1,
-    "model.width": 32,
-    "model.context": 32,
-    "model.dropout": 0.1,
-    "num_replicas": 4,
-    "batch_size": 8,
-    "optimizer.window": 3,
-    "log.every": 5,
-    "eval.every": 0,
-    "eval.batches": 2,
-    "checkpoint.every": 7,
-}
+SMALL = {"num_replicas": 4, "batch_size": 8, "optimizer.window": 3, "checkpoint.every": 7}
+SMALL |= {"model.layers": 1, "model.width": 32, "model.context": 32, "model.dropout": 0.1}
+SMALL |= {"log.every": 5, "eval.every": 0, "eval.batches": 2}
 
 
 def main(arguments: list[str]) -> int:
@@ -50,11 +40,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parsed, overrides = parser.parse_known_args(arguments)
     command = [sys.executable, str(ROOT / "train.py")]
-    command += [
-        "--config",
-        str(ROOT / "configs" / "quickstart.py"),
-        f"--config.steps={parsed.steps}",
-    ]
+    command += ["--config", "quickstart", f"--config.steps={parsed.steps}"]
     command += [f"--config.{name}={value}" for name, value in SMALL.items()] + overrides
     if parsed.times < 1 or parsed.steps < 2:
         parser.error(
@@ -93,20 +79,16 @@ def run(command, workdir: Path, kill_at: int | None = None, delay: float = 0.0) 
     with log, subprocess.Popen([*command, "--workdir", workdir], stderr=log) as process:
         if kill_at is None:
             if process.wait(600):
-                raise SystemExit(log_of(workdir))
+                raise SystemExit(workdir.with_suffix(".log").read_text())
             return None
         deadline = time.monotonic() + 600
         while process.poll() is None and commands.last_step(workdir) < kill_at:
             if time.monotonic() > deadline:
-                raise SystemExit(log_of(workdir))
+                raise SystemExit(workdir.with_suffix(".log").read_text())
             time.sleep(0.005)
         time.sleep(delay)
         os.kill(process.pid, signal.SIGKILL)
         return commands.last_step(workdir)
-
-
-def log_of(workdir: Path) -> str:
-    return workdir.with_suffix(".log").read_text()
 
 
 def final_arrays(workdir: Path, step: int) -> list[np.ndarray]:

@@ -1,9 +1,9 @@
 """Train a tiny model for many steps, and watch the resources of its process: none may grow.
 
-    python benchmarks/faults/long_run.py [--steps 20000] [--out long_run.jsonl] [--picture FILE.png]
+    python benchmarks/faults/long_run.py [--steps 20000] [--out long_run.jsonl]
 
 The run logs every 20 steps, and evaluates and saves a checkpoint every 500. About every 200 steps
-this program writes a JSON line: the step, and what /proc says of the process (so on Linux only):
+this program writes a JSON line: the step, and what the process holds:
 open file descriptors, threads, resident memory. At the end it compares the sixth tenth of the run
 with the last, by their medians. Exit code 1: the last tenth has more descriptors or threads, or 2%
 more memory. (Thread pools fill up within the first third.)
@@ -18,35 +18,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
-from decent_jax.plots import style as plot_style
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "model.layers": 1,
-    "model.width": 16,
-    "model.context": 16,
-    "num_replicas": 4,
-    "batch_size": 4,
-    "log.every": 20,
-    "eval.every": 500,
-    "eval.batches": 2,
-    "checkpoint.every": 500,
-    "checkpoint.every_minutes": 0.0,
-}
+SMALL = {"model.layers": 1, "model.width": 16, "model.context": 16, "num_replicas": 4}
+SMALL |= {"batch_size": 4, "log.every": 20, "eval.every": 500, "eval.batches": 2}
+SMALL |= {"checkpoint.every": 500, "checkpoint.every_minutes": 0.0}
 EVERY = 200  # steps between two looks
 SHARE = 10  # the run is compared by tenths
 GROWTH = 1.02  # of resident memory, of which an allocator keeps a little
-HELD = {"descriptors": "file descriptors", "threads": "threads", "memory_mb": "resident MB"}
+HELD = ("descriptors", "threads", "memory_mb")
 
 
 def main(arguments: list[str]) -> int:
     parser = commands.parser(__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--out", type=Path, default=Path("long_run.jsonl"))
-    parser.add_argument("--picture", type=Path)
     parsed = parser.parse_args(arguments)
     if parsed.steps < 10 * EVERY:
         parser.error(f"--steps must be at least {10 * EVERY}, got {parsed.steps}")
@@ -55,11 +45,9 @@ def main(arguments: list[str]) -> int:
         for row in look(parsed.steps):
             rows.append(row)
             print(json.dumps(row), file=file, flush=True)
-    if parsed.picture:
-        print(draw(rows, parsed.picture))
     early, late = (held(rows, parsed.steps, tenth) for tenth in (SHARE // 2, SHARE - 1))
-    for name, words in HELD.items():
-        print(f"{words}: {early[name]:g} in the sixth tenth, {late[name]:g} in the last")
+    for name in HELD:
+        print(f"{name}: {early[name]:g} in the sixth tenth, {late[name]:g} in the last")
     grown = late["memory_mb"] > GROWTH * early["memory_mb"]
     return int(grown or any(late[name] > early[name] for name in ("descriptors", "threads")))
 
@@ -88,36 +76,18 @@ def look(steps: int) -> Iterator[dict[str, float]]:
 def of_process(pid: int) -> dict[str, float]:
     """The resources of a process; empty if it has just ended."""
     try:
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        )
-        descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        memory_mb = int(status["VmRSS"].split()[0]) / 1024
-    except (OSError, KeyError):
+        process = psutil.Process(pid)
+        memory_mb = round(process.memory_info().rss / 2**20, 1)
+        numbers = process.num_fds(), process.num_threads(), memory_mb
+    except psutil.Error:
         return {}
-    return {
-        "descriptors": descriptors,
-        "threads": int(status["Threads"]),
-        "memory_mb": round(memory_mb, 1),
-    }
+    return dict(zip(HELD, numbers, strict=True))
 
 
 def held(rows: list[dict[str, float]], steps: int, tenth: int) -> dict[str, float]:
     """The medians over a tenth of the run, counted from 0."""
     own = [row for row in rows if tenth <= SHARE * row["step"] / steps <= tenth + 1]
     return {name: float(np.median([row[name] for row in own])) for name in HELD}
-
-
-def draw(rows: list[dict[str, float]], path: Path) -> Path:
-    """Three panels over the steps, each from 0."""
-    figure = plot_style.new_figure(9, 2.4, w_pad=0.1)
-    steps = [row["step"] for row in rows]
-    for axes, (name, words) in zip(figure.subplots(1, 3), HELD.items(), strict=True):
-        axes.plot(steps, [row[name] for row in rows], color=plot_style.BLUE, lw=1.6)
-        axes.set_ylim(0, 1.25 * max(row[name] for row in rows))
-        axes.set_xlabel("step", size=9, color=plot_style.GREY)
-        plot_style.frame(axes, words)
-    return plot_style.save(figure, path)
 
 
 if __name__ == "__main__":

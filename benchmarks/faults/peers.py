@@ -65,32 +65,24 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 def cases_of(table: str, parsed) -> list[dict[str, Any]]:
     """The runs of a table: hosts, the rate of their links in Mbit/s, and fields of the config."""
-    return [{"hosts": parsed.hosts, **case} for case in _cases_of(table, parsed)]
-
-
-def _cases_of(table: str, parsed) -> list[dict[str, Any]]:
+    even = {"hosts": parsed.hosts, "mbit": 1000 if table == "slow" else parsed.mbit}
+    alone = even | {"program": "peers", "mix_every": NEVER}
     if table == "slow":
-        factors = {"none": "", "2": "1:2", "10": "1:10"}
-        alone = {"program": "peers", "slow": "none", "mbit": 1000, "mix_every": NEVER}
         return [alone] + [
-            {"program": program, "slow": name, "mbit": 1000, "data.slow": factor}
-            | ({"mix_every": 4} if program == "peers" else {})
-            for program in PROGRAMS
-            for name, factor in factors.items()
+            even | {"program": program, "data.slow": factor, "mix_every": 4 if peers else 1}
+            for program, peers in ((name, name == "peers") for name in PROGRAMS)
+            for factor in ("", "1:2", "1:10")
         ]
-    if table == "links":
-        even = {"mbit": parsed.mbit}
-        return [
-            {"program": "peers", "mix_every": NEVER, **even},
-            *(
-                {"program": "peers", "mix_every": every, "peers.wire": wire, **even}
-                for every in (1, 4, 8)
-                for wire in ("float32", "lattice8")
-            ),
-            {"program": "one_peer_exp", **even},
-            {"program": "all_reduce", **even},
-        ]
-    raise ValueError(table)
+    return [
+        alone,
+        *(
+            even | {"program": "peers", "mix_every": every, "peers.wire": wire}
+            for every in (1, 4, 8)
+            for wire in ("float32", "lattice8")
+        ),
+        even | {"program": "one_peer_exp"},
+        even | {"program": "all_reduce"},
+    ]
 
 
 def flags_of(hosts: int, workdir: Path, fields: dict[str, Any]) -> list[str]:
@@ -102,19 +94,16 @@ def flags_of(hosts: int, workdir: Path, fields: dict[str, Any]) -> list[str]:
 
 def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Make a run, stop it after ``seconds`` of training, and read what it wrote."""
-    own = {"program", "hosts", "mbit", "slow"}
+    own = {"program", "hosts", "mbit"}
     fields = PROGRAMS[case["program"]] | {k: v for k, v in case.items() if k not in own}
     workdir = folder / "run"
-    found: dict[str, Any] = {}
-    began = time.monotonic()
     with started(case, flags_of(case["hosts"], workdir, fields), folder) as process:
-        wait_for_rows(process, workdir, folder, 1)
-        found["start_s"] = time.monotonic() - began
+        wait_for_rows(process, workdir, folder)
         watch(process, folder, seconds)
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
-    return found | steps_of(workdir, case["hosts"], case["program"] == "peers")
+    return steps_of(workdir, case["hosts"], case["program"] == "peers")
 
 
 def steps_of(workdir: Path, hosts: int, peers: bool) -> dict[str, Any]:
@@ -162,23 +151,18 @@ def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
-def wait_for_rows(process, workdir: Path, folder: Path, count: int) -> None:
+def wait_for_rows(process: subprocess.Popen, workdir: Path, folder: Path) -> None:
     ends = time.monotonic() + 120
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            if len(read_metrics(workdir)) >= count:
-                return
+    while not commands.last_step(workdir):
         if time.monotonic() > ends or process.poll() is not None:
             sys.exit(f"the run did not begin:\n{(folder / 'words.txt').read_text()[-3000:]}")
         time.sleep(0.1)
 
 
-def watch(process, folder: Path, seconds: float) -> None:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        if process.poll() is not None:
-            sys.exit(f"the run ended:\n{(folder / 'words.txt').read_text()[-3000:]}")
-        time.sleep(0.2)
+def watch(process: subprocess.Popen, folder: Path, seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        sys.exit(f"the run ended:\n{(folder / 'words.txt').read_text()[-3000:]}")
 
 
 def pids_of(host: str) -> list[int]:
@@ -252,13 +236,13 @@ def predicted(row: dict[str, Any], alone_s: float) -> float:
 
 def waiting_table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    alone = {where(row): row for row in rows if row.get("mix_every") == NEVER}
+    alone = {(r["hosts"], r["mbit"]): r for r in rows if r.get("mix_every") == NEVER}
     heads = ["hosts", "Mbit/s", "program", "host 1 slower", "H", "format"]
     heads += ["a fast host's step, of alone", "planner"]
     heads += ["examples of all, of each alone", "meetings per step"]
     lines = [heads, ["---"] * len(heads)]
     for row in rows:
-        base = statistics.median(alone[where(row)]["step_s"].values())
+        base = statistics.median(alone[row["hosts"], row["mbit"]]["step_s"].values())
         n, peers = row["hosts"], row["program"] == "peers"
         steps = sorted(row["step_s"].values())
         slowness = float(row.get("data.slow", "").rpartition(":")[2] or 1)
@@ -270,11 +254,6 @@ def waiting_table(rows: list[dict[str, Any]]) -> str:
         cells += ["" if peers else f"{predicted(row, base) / base:.3f}", f"{rate / ideal:.3f}"]
         lines.append([*cells, f"{row['met']:.2f}" if "met" in row else ""])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def where(row: dict[str, Any]) -> tuple[int, float]:
-    """On which hosts a run was."""
-    return row["hosts"], row["mbit"]
 
 
 def main(arguments: list[str]) -> None:

@@ -8,8 +8,8 @@ the AER row: compute time x GPUs, a fixed overhead per step, and sigma, by which
 (batches of different shape). The row Exp is held out. SGP gets a fourth constant, an overhead of
 its implementation, fitted at its first size; its other two sizes are held out.
 
-Bandwidths are nominal. A node needs two ports because the published Exp rows carry more bytes out
-of a node than one port can (the second table). The model lets a single all-reduce use both
+Bandwidths are nominal. A node of A100 or A40 needs two ports because the published Exp rows carry
+more bytes out of a node than one port can. The model lets a single all-reduce use both
 InfiniBand ports of an A100 node, but one Ethernet port of an A40 node.
 """
 
@@ -174,29 +174,21 @@ def fit(
     rows: Sequence[Row],
     predict_s: Callable[..., float],
     start: Mapping[str, float],
-    limits: Mapping[str, tuple[float, float]] | None = None,
+    limits: Mapping[str, tuple[float, float]],
 ) -> dict[str, float]:
-    """The constants under which ``predict_s(row, **constants)`` is nearest to the rows.
+    """The positive constants under which ``predict_s(row, **constants)`` is nearest to the rows.
 
     Least squares of ``log(predicted / row["step_time_s"])``, so a tenth too much counts the same
-    on a short and on a long step. Constants are positive; ``limits`` bounds some of them.
-
-    Raises:
-      ValueError: fewer rows than constants.
+    on a short and on a long step; ``limits`` bounds some of them.
     """
     names = list(start)
-    if len(rows) < len(names):
-        raise ValueError(
-            f"{len(names)} constants ({', '.join(names)}) cannot be fitted to {len(rows)} rows; "
-            "fix some of them or measure more"
-        )
     measured = np.array([row["step_time_s"] for row in rows])
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
         return np.log([predict_s(row, **constants) for row in rows]) - np.log(measured)
 
-    low, high = np.transpose([(limits or {}).get(name, (1e-300, 1e300)) for name in names])
+    low, high = np.transpose([limits.get(name, (1e-300, 1e300)) for name in names])
     solution = least_squares(
         residuals,
         np.log([start[name] for name in names]),
@@ -227,6 +219,7 @@ def constants_of(cluster: Cluster, largest: bool = True, **simulation) -> dict[s
         published(cluster, [SGP])[:1],
         lambda row, **constant: predict_s(cluster, row, **found, **constant, **simulation),
         {"sgp_s": 0.1 * cluster.published_ms[SGP][0] / 1e3},
+        {},
     )
     return found | sgp
 
@@ -243,13 +236,6 @@ def predicted_rows(
         more = {"predicted_s": seconds, "error": error, "fitted": fitted}
         rows.append(row | {"cluster": cluster.name} | more)
     return rows
-
-
-def leaves_node(cluster: Cluster, n: int) -> float:
-    """Bytes that leave a node per step under Exp: rounds between nodes, a whole model per GPU."""
-    rounds = n.bit_length() - 1
-    inside = cluster.devices_per_node.bit_length() - 1
-    return cluster.devices_per_node * MODEL_BYTES * (rounds - inside) / rounds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -277,18 +263,16 @@ def main(arguments: list[str] | None = None) -> int:
                 f"| {100 * row['error']:+.1f}% | {'fitted' if row['fitted'] else 'held out'} |"
             )
         rows += own
-    held = [row for row in rows if not row["fitted"] and row["algorithm"] == EXP]
-    beyond = [
-        row
-        for cluster in CLUSTERS
-        for row in rows
-        if (row["cluster"], row["num_replicas"]) == (cluster.name, cluster.sizes[-1])
-    ]
-    sgp = [row for row in rows if not row["fitted"] and row["algorithm"] == SGP]
-    groups = [("Exp, held out", held), ("SGP, held out", sgp)]
+    held = [row for row in rows if not row["fitted"]]
+    groups = {
+        "Exp, held out": [row for row in held if row["algorithm"] == EXP],
+        "SGP, held out": [row for row in held if row["algorithm"] == SGP],
+    }
     if not largest:
-        groups.append(("the most GPUs, held out", beyond))
-    for text, group in groups:
+        ends = {cluster.name: cluster.sizes[-1] for cluster in CLUSTERS}
+        beyond = [row for row in rows if row["num_replicas"] == ends[row["cluster"]]]
+        groups["the most GPUs, held out"] = beyond
+    for text, group in groups.items():
         within = sum(abs(row["error"]) <= 0.15 for row in group)
         worst = max(group, key=lambda row: abs(row["error"]))
         print(
@@ -297,16 +281,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print("\nconstants")
     print("\n".join(notes))
-    print("\nwhat leaves a node under Exp, from the published step time")
-    print("| cluster | GPUs | MB a step | GB/s needed | GB/s of one port |")
-    print("|---|---|---|---|---|")
-    for cluster in CLUSTERS:
-        n, milliseconds = cluster.sizes[-1], cluster.published_ms[EXP][-1]
-        sent = leaves_node(cluster, n)
-        print(
-            f"| {cluster.name} | {n} | {sent / 1e6:.0f} | {sent / milliseconds / 1e6:.2f} "
-            f"| {cluster.port.bytes_per_s / 1e9:.3f} |"
-        )
     if options.json:
         commands.write_rows(options.json, rows)
     return 0

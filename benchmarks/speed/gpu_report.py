@@ -12,8 +12,6 @@ gpt2      GPT-2 124M in bfloat16 with cuDNN's attention, 16 sequences of 1024 to
 formats   encoding and decoding of a model of 124M parameters in each format of messages.
 resnet50  ResNet-50 in bfloat16, 128 images of 176 pixels a step: a plain loop, and ours.
 trace     of three steps of gossip, for TensorBoard or Perfetto, in FOLDER/trace.
-messages  with two or more GPUs: a replica on each, with and without messages, and each round of
-          two schedules alone.
 
 Steps of all variants of a part are timed in turn, and the number is the median; compiling is timed
 the first time, into an empty cache. --tiny is a self-check of the script, on any device.
@@ -41,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
 from benchmarks.speed import update
 from benchmarks.speed.step_time import Parts, Variant
-from decent_jax import gossip, replicas, topology
+from decent_jax import replicas
 from decent_jax.gossip.codecs import NAMED, bytes_sent
 from decent_jax.train import config as config_lib
 from decent_jax.train import default_config
@@ -246,54 +244,12 @@ def part_trace(parsed: argparse.Namespace) -> Iterator[Row]:
     yield {"name": "gossip", "ms": 1e3 * variant.seconds[-1], "megabytes": size / 1e6}
 
 
-def part_messages(parsed: argparse.Namespace) -> Iterator[Row]:
-    devices = jax.devices()[: 2 if parsed.tiny else None]
-    n = 2 ** (len(devices).bit_length() - 1)  # for the hypercube
-    if n < 2:
-        return
-    devices = devices[:n]
-    with tempfile.TemporaryDirectory() as folder:
-        size = {"batch_size": 8 * n}
-        config = gpt2(parsed.tiny, n, **size)
-        rounds = list(range(config_lib.make_schedule(config).period))
-        variants = {
-            "no messages": Variant(config, folder, [None], devices),
-            "one_peer_exp": Variant(config, folder, rounds, devices),
-            "all_reduce": Variant(
-                gpt2(parsed.tiny, n, algorithm="all_reduce", **size), folder, [None], devices
-            ),
-        }
-        in_turn(variants, *((len(rounds), 1) if parsed.tiny else (4 * len(rounds), 5)))
-        task = Parts.of(config, folder, replicas.place(n, devices), [0]).task
-        each = task.flops_per_example / task.units_per_example
-    rows = [row_of(name, one, "tokens", each, devices) for name, one in variants.items()]
-    yield from beside(rows, "no messages")
-    for name in ("one_peer_exp", "hypercube"):
-        schedule = topology.make(name, n)
-        for r in range(schedule.period):
-            yield _round(name, schedule, r, devices, variants["one_peer_exp"].state.params)
-
-
-def _round(name: str, schedule, r: int, devices: list[jax.Device], params: Any) -> Row:
-    """The messages of a round, with nothing beside them."""
-    placement = replicas.place(len(devices), devices)
-
-    def mixed(tree):
-        return gossip.mix(tree, schedule, r, placement.axis_name)
-
-    _, seconds = timed(jax.jit(gossip.on_mesh(mixed, placement.mesh, placement.axis_name)), params)
-    sent = sum(x.nbytes for x in jax.tree.leaves(params)) / len(devices)
-    row = {"name": f"{name} {r}", "ms": 1e3 * seconds}
-    return row | {"gigabytes": sent / 1e9, "gigabytes_per_s": sent / seconds / 1e9}
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "update": part_update,
     "gpt2": part_gpt2,
     "formats": part_formats,
     "resnet50": part_resnet50,
     "trace": part_trace,
-    "messages": part_messages,
 }
 
 

@@ -12,8 +12,7 @@ messages    collectives under way while kernels run.
 first, last the part of the gradient's time that is over when the first of these messages starts,
             and when the last does.
 x0.5, x1    a step over the larger of gradient and messages, where the messages take half as long
-            as the gradient on a bare link, or as long. Computed: kernels take the time of their
-            bytes or of their matrix products, messages follow each other on the link. Where a
+            as the gradient on a bare link, or as long. Computed: see `step_over_limit`. Where a
             round has permutes, only they are on the link: the rest stays inside nodes.
 GB          peak memory per GPU.
 of P        the same over the bytes of the parameters there; in brackets the least possible:
@@ -317,7 +316,10 @@ def gradient_time(one: Instruction) -> float:
 
 
 def step_over_limit(times: list[float], found: list[Window], ratio: float) -> float:
-    """The gradient with its messages, ``ratio`` times as long as it, over the longer of the two."""
+    """The gradient with its messages, ``ratio`` times as long as it, over the longer of the two.
+
+    Kernels follow each other, and so do messages on the link.
+    """
     compute, sent = sum(times), sum(window.nbytes for window in found)
     starts = {window.start: window for window in found}
     arrival: dict[int, float] = {}  # by where it is waited for

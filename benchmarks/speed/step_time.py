@@ -236,52 +236,42 @@ def measure(configs, folder, parsed) -> dict[str, Variant]:
     return variants
 
 
+COLUMNS = {  # key of a row, factor, digits
+    "ms per step": ("step_time_s", 1e3, 0),
+    "tokens/s": ("tokens_per_s", 1, 0),
+    "exposed ms": ("exposed_s", 1e3, 0),
+    "of none": ("of_none", 1, 2),
+    "of n alone": ("of_n_alone", 1, 2),
+    "MB sent": ("bytes_sent", 1e-6, 1),
+    "of limit": ("of_limit", 1, 2),
+}
+
+
 def report(variants: dict[str, Variant], n: int, parsed) -> None:
     if jax.process_index():
         return
-    alone = statistics.median(variants["none"].seconds) if "none" in variants else None
-    single = statistics.median(variants["alone"].seconds) if "alone" in variants else None
-    heads = (
-        "ms per step",
-        "tokens/s",
-        "exposed ms",
-        "of none",
-        "of n alone",
-        "MB sent",
-        "of limit",
-    )
-    print(f"{'algorithm':<22}{''.join(f'{head:>12}' for head in heads)}", file=sys.stderr)
+    medians = {name: statistics.median(variant.seconds) for name, variant in variants.items()}
+    base, single = medians.get("none"), medians.get("alone")
+    print(f"{'algorithm':<22}{''.join(f'{head:>12}' for head in COLUMNS)}", file=sys.stderr)
     rows = []
     for name, variant in variants.items():
-        median = statistics.median(variant.seconds)
-        row = {
-            "algorithm": name,
-            "num_replicas": n,
-            "processes": jax.process_count(),
-            "network": parsed.network,
-            "step_time_s": median,
-            "step_times_s": variant.seconds,
-            "tokens_per_s": variant.units / median,
-            "model_bytes": variant.model_bytes,
-            "bytes_sent": 0.0 if name in ("none", "alone") else variant.cost.sent_a_step,
-        }
+        median = medians[name]
+        row = {"algorithm": name, "num_replicas": n, "processes": jax.process_count()}
+        row |= {"network": parsed.network, "step_time_s": median, "step_times_s": variant.seconds}
+        row |= {"tokens_per_s": variant.units / median, "model_bytes": variant.model_bytes}
+        row["bytes_sent"] = 0.0 if name in ("none", "alone") else variant.cost.sent_a_step
         if communicates(name):
             row["local_size"] = parsed.local_size
-        if alone:
-            row |= {"exposed_s": median - alone, "of_none": median / alone}
+        if base:
+            row |= {"exposed_s": median - base, "of_none": median / base}
             if parsed.mbit:
                 sending = row["bytes_sent"] / (parsed.mbit * 1e6 / 8)
-                row["of_limit"] = median / max(alone, sending)
+                row["of_limit"] = median / max(base, sending)
         if single:
             row["of_n_alone"] = median / single / n
         cells = [
-            f"{1e3 * median:.0f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{1e3 * row['exposed_s']:.0f}" if alone else "",
-            f"{row['of_none']:.2f}" if alone else "",
-            f"{row['of_n_alone']:.2f}" if single else "",
-            f"{row['bytes_sent'] / 1e6:.1f}",
-            f"{row['of_limit']:.2f}" if "of_limit" in row else "",
+            f"{factor * row[key]:.{digits}f}" if key in row else ""
+            for key, factor, digits in COLUMNS.values()
         ]
         print(f"{name:<22}{''.join(f'{cell:>12}' for cell in cells)}", file=sys.stderr)
         rows.append(row)

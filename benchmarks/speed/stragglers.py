@@ -28,11 +28,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
+from decent_jax import gossip, topology
 from decent_jax.ground.command_line import output_file
 from decent_jax.planner import network, runtime, simulator
 
@@ -95,9 +100,6 @@ def measured(parsed) -> list[dict]:
 
 def replica(parsed) -> None:
     """One process: goes through all measurements with the others."""
-    import jax
-    from jax.experimental import multihost_utils
-
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{parsed.port}",
@@ -105,7 +107,9 @@ def replica(parsed) -> None:
         parsed.process,
         cluster_detection_method="deactivate",
     )
-    plans = [(name, combine) for name in ALGORITHMS for combine in orders(name)]
+    # All-reduce has no choice of an order: gradients exist only after the pass.
+    orders = {name: ("",) if name == "all_reduce" else ("with", "then") for name in ALGORITHMS}
+    plans = [(name, combine) for name in ALGORITHMS for combine in orders[name]]
     mixes = {name: programs(name, parsed.processes) for name in ALGORITHMS}
     bar = tqdm(total=len(plans) * len(CASES), disable=parsed.process > 0, file=sys.stderr)
     for name, combine in plans:
@@ -125,19 +129,8 @@ def replica(parsed) -> None:
     jax.distributed.shutdown()
 
 
-def orders(name: str) -> tuple[str, ...]:
-    """All-reduce has no choice: gradients exist only after the pass."""
-    return ("",) if name == "all_reduce" else ("with", "then")
-
-
 def programs(name: str, n: int) -> list:
     """A compiled round each, of a small array sharded over all processes, and that array."""
-    import jax
-    from jax.sharding import AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from decent_jax import gossip, topology
-
     mesh = jax.make_mesh((n,), ("replica",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("replica"))
     x = jax.make_array_from_callback((n, 8), sharding, lambda index: np.ones((1, 8), np.float32))
@@ -149,19 +142,12 @@ def programs(name: str, n: int) -> list:
             functools.partial(gossip.mix, schedule=schedule, round=r)
             for r in range(schedule.period)
         ]
-    return [(jax.jit(on_mesh(body, mesh, P("replica"))).lower(x).compile(), x) for body in bodies]
-
-
-def on_mesh(body, mesh, spec):
-    import jax
-
-    return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    on_mesh = [gossip.on_mesh(body, mesh, "replica") for body in bodies]
+    return [(jax.jit(program).lower(x).compile(), x) for program in on_mesh]
 
 
 def run(mixes: list, sleeps: np.ndarray, combine: str) -> None:
     """The steps of this replica; in the order "with" messages travel while it sleeps."""
-    import jax
-
     with ThreadPoolExecutor(1) as thread:  # as `decent_jax.cpu.overlap` does it
         for t, seconds in enumerate(sleeps):
             mix, x = mixes[t % len(mixes)]
@@ -202,8 +188,6 @@ def slowness(n: int) -> np.ndarray:
 
 def simulated(row: dict, n: int) -> float:
     """The same by the planner's simulator, over many more steps."""
-    from decent_jax import topology
-
     far = np.full((n, n), 1e12)  # bytes per second
     free = network.from_matrices(np.zeros((n, n)), far, names=[f"p{k}/0" for k in range(n)])
     slow = row["case"] == "slow"
