@@ -5,6 +5,7 @@ test starts SLURM's daemons itself, as root, with files and ports of their own.
 """
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
-from several import free_port
+from several import free_port, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "srun", "scontrol", "scancel")
@@ -85,12 +86,15 @@ def slurm_conf(tmp_path):
         ["slurmctld", "-D", "-f", str(conf)],
         *(["unshare", "--uts", "--mount", "sh", "-c", START, name, hosts, conf] for name in NODES),
     ]  # fmt: skip
+    ping = functools.partial(subprocess.run, ["scontrol", "ping"], env=environment)
+    begun = {"munged": (folder / "munge").exists}
+    begun["slurmctld"] = lambda: b"is UP" in ping(capture_output=True).stdout
     running = []
     with (folder / "daemons.log").open("w") as log:
         try:
             for command in daemons:
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-                time.sleep(0.3)
+                until(begun.get(command[0], lambda: True))
             yield conf, path, folder / "daemons.log"
         finally:
             subprocess.run(["scancel", "--state=RUNNING"], env=environment, capture_output=True)

@@ -152,7 +152,6 @@ from pathlib import Path
 from decent_jax.commands import prepare
 from decent_jax.data.images import jpeg
 from decent_jax.data.text import tokenizers
-from decent_jax.data.translation import prepare_translation
 
 HERE = Path(__file__).parent
 
@@ -166,11 +165,10 @@ def halted(work):
 
 jpeg.decode = halted(jpeg.decode)
 tokenizers.valid_unicode = halted(tokenizers.valid_unicode)
-prepare_translation.normalise = halted(prepare_translation.normalise)
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """
-_KILLS = [("text", signal.SIGKILL), ("translation", signal.SIGINT), ("images", signal.SIGTERM)]
+_KILLS = [("text", signal.SIGKILL), ("images", signal.SIGTERM)]
 
 
 @pytest.mark.slow

@@ -113,9 +113,16 @@ def test_the_geometry_of_crops(shrink, format):
     assert np.abs(np.mean(offsets, axis=0)).max() < 0.5  # to no side
 
 
-@pytest.mark.parametrize("size, resize", [(112, 128), (88, 116), (128, 128)])
 @pytest.mark.parametrize(
-    "shape", [(200, 267), (267, 200), (128, 128), (375, 500), (511, 383), (1100, 1400), (110, 131)]
+    ("shape", "size", "resize"),
+    [
+        ((200, 267), 112, 128),
+        ((267, 200), 88, 116),
+        ((128, 128), 128, 128),
+        ((511, 383), 128, 128),
+        ((1100, 1400), 112, 128),
+        ((110, 131), 88, 116),
+    ],
 )
 def test_centre_crops_are_those_of_resize_and_centre_crop(shape, size, resize):
     """torchvision: Resize(resize), whose longer side is rounded down, and CenterCrop(size)."""

@@ -134,17 +134,16 @@ def box_filter(pixels, shrink):
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
-@pytest.mark.parametrize("shrink", jpeg.SHRINKS)
-@pytest.mark.parametrize("size", [(1, 1), (3, 200), (7, 9), (8, 8), (15, 17), (33, 50), (99, 64)])
-def test_shrunk_sizes_are_rounded_up(size, shrink, format):
-    height, width = size
-    pixels = jpeg.decode(encoded(picture(height, width), format), shrink=shrink)
-    assert pixels.shape == (-(-height // shrink), -(-width // shrink), 3)
-    assert pixels.dtype == np.uint8
+def test_shrunk_sizes_are_rounded_up(format):
+    for height, width in [(1, 1), (3, 200), (7, 9), (8, 8), (15, 17), (99, 64)]:
+        data = encoded(picture(height, width), format)
+        for shrink in jpeg.SHRINKS:
+            pixels = jpeg.decode(data, shrink=shrink)
+            assert pixels.shape == (-(-height // shrink), -(-width // shrink), 3)
+            assert pixels.dtype == np.uint8
 
 
-@pytest.mark.parametrize("subsampling", [0, 2])
-@pytest.mark.parametrize("shrink", [2, 4, 8])
+@pytest.mark.parametrize(("shrink", "subsampling"), [(2, 2), (4, 0), (8, 2)])
 def test_shrunk_pixels_are_means(shrink, subsampling):
     image = picture(203, 318)
     apart = jpeg.decode(encoded(image, quality=97, subsampling=subsampling), shrink=shrink)
@@ -189,7 +188,7 @@ def test_bytes_that_do_not_belong_there():
         np.testing.assert_allclose(half, box_filter(wanted, 2), atol=12)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "PNG"])
+@pytest.mark.parametrize("kind", ["JPEG", "progressive", "PNG"])
 def test_damaged_bytes_are_no_other_error(kind):
     """Anything may come of them but a picture of another size than the header said."""
     data, random = FILES[kind](), np.random.default_rng(0)

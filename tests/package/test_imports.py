@@ -221,3 +221,9 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
     assert found[("topology", "train")] == ["topology/make.py:3"]
     assert found[("topology", "gossip")] == ["topology/make.py:4"]
     assert not any(allowed(*arrow) for arrow in found)
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them as modules without a package, and would stop at the second."""
+    names = [path.name for path in PACKAGE.parent.rglob("tests/**/test_*.py")]
+    assert len(names) > 50 and len(set(names)) == len(names)
