@@ -92,8 +92,10 @@ class Field:
             return f"have at most {_LONGEST_TEXT} characters" if long else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if self.below is not None and not (self.at_least or 0) <= value < self.below:
-            return f"be in [{self.at_least or 0}, {self.below})"
+        least = -math.inf if self.at_least is None else self.at_least
+        if self.below is not None and not least <= value < self.below:
+            bounded = self.at_least is not None
+            return f"be in [{least}, {self.below})" if bounded else f"be below {self.below}"
         if self.above is not None and not self.above < value < math.inf:
             return f"be above {self.above} and finite"
         if isinstance(value, float) and not math.isfinite(value):

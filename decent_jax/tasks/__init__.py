@@ -112,7 +112,8 @@ class Task(Protocol):
     """What the trainer asks of a task. Everything is about one replica and knows no axis.
 
     A subclass of it has the defaults. A task may have more functions: ``measure(block)`` returns
-    numbers about a batch ``(n, B, ...)`` on the host, of which metrics.jsonl has the means;
+    numbers about a batch ``(L, B, ...)`` on the host, the rows of the L replicas of this process;
+    metrics.jsonl has the means of those of process 0, which stand for the others.
     ``score(params)`` returns scores of the consensus model (host arrays) and is called at every
     evaluation by every process; ``test(params)`` returns those of the last one, ``test`` in
     summary.json, and may take minutes.

@@ -285,3 +285,22 @@ def test_drops_are_durations():
     config.lr_schedule.drops = "3 weeks"
     with refused("each of lr_schedule.drops", "3 weeks"):
         config_lib.validate(config)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"below": 1.0}, (-5.0, 0.0, 0.999), (1.0, 2.0, float("nan"), float("-inf"))),
+        ({"below": 1.0, "at_least": 0.0}, (0.0, 0.5), (-0.1, 1.0)),
+        ({"below": 0.0, "at_least": -2.0}, (-2.0, -0.1), (0.0, -2.1)),
+        ({"above": -1.0, "below": 1.0}, (-0.9, 0.9), (-1.0, 1.0)),
+        ({"above": 0.0, "at_most": 2.0}, (0.1, 2.0), (0.0, 2.1, float("inf"))),
+    ],
+)
+def test_each_bound_of_a_field_holds_alone(bounds, good, bad):
+    field = fields.Field(0.5, "a number", **bounds)
+    for value in good:
+        field.check("x", value)
+    for value in bad:
+        with refused("x"):
+            field.check("x", value)
