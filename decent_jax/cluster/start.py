@@ -1,6 +1,7 @@
 """Start jax in one process or in many; the fields of a config about them."""
 
 import collections
+import contextlib
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax._src import xla_bridge  # nothing public says whether jax has been used
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
@@ -36,11 +38,12 @@ FIELDS = {
     "cluster.heartbeat_s": Changeable(30, "seconds until a silent process is lost", at_least=1),
     "cluster.exchange_s": Changeable(600, "seconds until an exchange fails", at_least=1),
 }
-# The variable that identifies a launcher, and the one that has the number of processes, if any.
+# The variable that identifies a launcher, and those that have the number of processes, if any. In
+# the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
 LAUNCHERS = {
-    "SLURM": ("SLURM_STEP_ID", "SLURM_NTASKS"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "Kubernetes": ("JOB_COMPLETION_INDEX", None),
+    "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
 }
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
@@ -83,7 +86,15 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
     if jax.distributed.is_initialized():
         return f"process {jax.process_index()} of {jax.process_count()}"
     if not cluster.coordinator and launcher is None:
+        open_devices()
         return "one process (no coordinator in the config, no launcher detected)"
+    if xla_bridge.backends_are_initialized():
+        raise ConfigError(
+            "the config file or the task has used jax, which can then no longer join other "
+            "processes; let it do so in functions that are called later",
+            field="cluster.coordinator",
+            value=cluster.coordinator,
+        )
     place = _place(cluster, launcher)
     check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
     # CPU devices of several processes exchange data over gloo; GPUs ignore this setting.
@@ -110,6 +121,10 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
         line = str(error).partition("\n")[0]
         raise PeerLost(f"all processes came, but jax could not join them: {line}") from None
     watch.watch(_hosts, cluster.heartbeat_s)
+    open_devices()
+    addresses = watch.gather(_address_of(socket.gethostname()))
+    if jax.default_backend() == "cpu":  # gloo listens at the address of the host's name
+        check_addresses(_hosts, addresses)
     how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
     return f"process {jax.process_index()} of {jax.process_count()} ({how})"
 
@@ -153,6 +168,11 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
             f"{launcher} started this process, but jax does not know how to find the others; set "
             "cluster.coordinator, cluster.num_processes and cluster.process_id"
         )
+    if launcher == "SLURM":
+        count = _size(LAUNCHERS[launcher][1]) or count
+        host = first_host(os.environ.get("SLURM_STEP_NODELIST", ""))  # jax reads one bracket of it
+        if host and "JAX_COORDINATOR_ADDRESS" not in os.environ:
+            address = f"{host}:{address.rpartition(':')[2]}"
     return _Place(address, count, index, devices)
 
 
@@ -178,6 +198,48 @@ def check_interface(wanted: str) -> None:
         raise ConfigError.about("NCCL_SOCKET_IFNAME", wanted, why)
 
 
+def check_addresses(hosts: Sequence[str], addresses: Sequence[str]) -> None:
+    """Raises ConfigError where the name of one of several hosts stands for itself alone.
+
+    Args:
+      hosts: of each process.
+      addresses: for which it takes its own host's name.
+    """
+    for host, address in zip(hosts, addresses, strict=True):
+        if len(set(hosts)) > 1 and address.startswith("127."):
+            raise ConfigError(
+                f"on {host} its own name stands for {address}, where no other host reaches it; let "
+                f"/etc/hosts there give {host} the address that the others know"
+            )
+
+
+def _address_of(host: str) -> str:
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(host)
+    return ""
+
+
+def check_settings() -> None:
+    """Raises ConfigError where jax's own settings change what a step is."""
+    for name, usual in {"jax_disable_jit": False, "jax_numpy_dtype_promotion": "standard"}.items():
+        value = jax.config.values[name]
+        if value != usual:
+            wanted = f"must be {str(usual).lower()}, as it is by default: the step is compiled so"
+            raise ConfigError.about(name.upper(), value, wanted)
+
+
+def open_devices() -> None:
+    """Raises ConfigError where jax finds no device of the kind that the user wants."""
+    try:
+        jax.local_devices()
+    except Exception as error:  # RuntimeError, or an assertion of jax
+        why = (str(error).splitlines() or [""])[0] or "it finds none"
+        wanted = f"must name devices that jax finds on this host ({why})"
+        raise ConfigError.about(
+            "JAX_PLATFORMS", jax.config.values["jax_platforms"], wanted
+        ) from error
+
+
 def limit_exchanges(seconds: int) -> None:
     """Let an exchange between processes fail after ``seconds``; by default it never does on a GPU.
 
@@ -192,12 +254,26 @@ def limit_exchanges(seconds: int) -> None:
 
 def detect_launcher() -> str | None:
     """The name of the launcher that started this process together with others, if any."""
-    for name, (variable, size) in LAUNCHERS.items():
-        if variable not in os.environ:
-            continue
-        if size is None or _number(size, os.environ.get(size, "1")) > 1:
+    for name, (variable, sizes) in LAUNCHERS.items():
+        if variable in os.environ and (not sizes or (_size(sizes) or 1) > 1):
             return name
     return "Cloud TPU" if _on_several_tpu_hosts() else None
+
+
+def _size(variables: Sequence[str]) -> int | None:
+    """What the first of these variables that is set says."""
+    found = next((name for name in variables if name in os.environ), None)
+    return None if found is None else _number(found, os.environ[found])
+
+
+def first_host(listed: str) -> str:
+    """The first host of a list as SLURM writes it.
+
+    >>> [first_host(x) for x in ("a,b", "rack[0-1]node[2-3]", "node[01-02,7]-ib", "c[9]")]
+    ['a', 'rack0node2', 'node01-ib', 'c9']
+    """
+    first = re.split(r",(?![^\[]*\])", listed)[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def _on_several_tpu_hosts() -> bool:

@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def console() -> None:
     """The entry point of the installed ``decent-jax``."""
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that shows ASCII only
     try:
@@ -96,6 +97,7 @@ def train(argv: list[str], prog: str) -> int:
     interrupted.
     """
     workdir = None
+    open_streams()
     try:
         from decent_jax.train import dry_run, flags, goodput, run
 
@@ -127,6 +129,16 @@ def train(argv: list[str], prog: str) -> int:
     if workdir is not None and code in (TrainingFailed.code, PeerLost.code):
         account.add_incident(workdir, said)
     return code
+
+
+def open_streams() -> None:
+    """Let what a launcher has closed of the standard streams lead nowhere.
+
+    Else `print` fails, and the first file that is opened gets what libraries write to the stream.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
 
 
 def leave(code: int) -> None:

@@ -16,6 +16,7 @@ extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "
 
 from ml_collections import ConfigDict
 
+from decent_jax.cluster.start import check_settings
 from decent_jax.ground.command_line import chosen
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -43,6 +44,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
       CheckpointError: no checkpoint can be read, or one could not be written.
       Interrupted: after a checkpoint was saved.
     """
+    check_settings()
     with goodput.session():
         return trainer_of(config).run(config, workdir)
 
@@ -55,6 +57,7 @@ def dry_run(config: ConfigDict) -> None:
     Raises:
       ConfigError: the run would be refused.
     """
+    check_settings()
     trainer_of(config).dry_run(config)
 
 

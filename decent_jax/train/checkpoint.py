@@ -8,6 +8,7 @@ being written, or removed, and the next start of the run clears it away.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -31,7 +32,7 @@ from decent_jax.ground.json_files import flat, read_json, write_atomic, write_js
 from decent_jax.replicas import Placement
 from decent_jax.train import stored
 from decent_jax.train.evaluation import Model
-from decent_jax.train.experiment import Experiment
+from decent_jax.train.experiment import Experiment, facts_of
 from decent_jax.train.step import TrainState
 from decent_jax.train.stored import STAGE, STATE
 from decent_jax.train.workdir import LOCK
@@ -65,8 +66,26 @@ class Saver:
         self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
         self._experiment = experiment
 
+    @functools.cached_property
+    def _data(self) -> dict[str, str]:
+        return facts_of(self._experiment.config, self._experiment.task)
+
     def restored(self, meta: dict[str, Any]) -> None:
-        """Continue from the checkpoint that has this ``meta``."""
+        """Continue from the checkpoint that has this ``meta``.
+
+        Raises:
+          ConfigError: the data are not those that it was trained on.
+        """
+        before = meta.get("data", self._data)
+        for name in before.keys() & self._data.keys():
+            if before[name] != self._data[name]:
+                path = self._experiment.config.data.get("path")
+                raise ConfigError(
+                    f"{name}: {before[name]} before step {meta['step']}, {self._data[name]} now; "
+                    "give the run the data that it began with, or take another --workdir",
+                    field="data.path",
+                    value=path,
+                )
         self.seconds, self.best = meta["seconds"], meta["best"]
         self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
         if not drop_best_after(self.checkpoints.workdir, meta["step"]):
@@ -87,6 +106,7 @@ class Saver:
             "seconds": seconds,
             "best": self.best,
             "row": row,
+            "data": self._data,
             "config": flat(config),
         }
 

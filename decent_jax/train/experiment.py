@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +14,10 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
+from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
-from decent_jax.ground import machine
+from decent_jax.ground import json_files, machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import LARGEST
 from decent_jax.plan.plan_file import Plan
@@ -79,6 +82,9 @@ def open_experiment(
             shares = _partition(config, task)
         except DataError as error:
             raise ConfigError(str(error)) from None
+        other = rendezvous.difference(watch.gather(facts_of(config, task)), cluster.hosts())
+        if other is not None:
+            raise ConfigError(other, field="data.path", value=config.data.get("path"))
         steps, every, rate = durations(config, task)
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
         _check_fits_the_model(config, task, tx, placement)
@@ -106,6 +112,21 @@ def open_experiment(
             ),
             work,
         )
+
+
+def facts_of(config: ConfigDict, task: Task) -> dict[str, str]:
+    """What all processes, and all sessions of a run, must find alike in their data."""
+    found = {
+        "the training data": f"{len(task.train_source)} records",
+        "the validation data": f"{len(task.eval_source)} records",
+    }
+    path = config.data.get("path")
+    if path:
+        with contextlib.suppress(DataError, LookupError, TypeError):  # nobody has prepared it
+            splits = json_files.read_json(Path(path) / "manifest.json")["splits"]
+            sums = zlib.crc32(json.dumps(splits, sort_keys=True).encode())
+            found["the manifest of data.path"] = f"checksum {sums:08x}"
+    return found
 
 
 def _place(config: ConfigDict, plan: Plan | None) -> Placement:

@@ -43,6 +43,7 @@ check = config_lib.check  # this room is the first of `decent_jax.train.config.t
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """See `decent_jax.train.run`."""
     with open_experiment(config, workdir) as (experiment, work):
+        work.check_shared()
         runner = Synchronous(experiment, work)
         with runner.copies or contextlib.nullcontext():
             return loop.train(runner, work)

@@ -9,6 +9,7 @@ import platform
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,10 +19,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from decent_jax.cluster import start, watch
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import account, extras, json_files
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.format import format_duration, shorten
+from decent_jax.ground.format import format_duration, name_all, shorten
 from decent_jax.ground.progress import Progress, announce
 from decent_jax.ground.run_folder import METRICS, START, read_metrics
 from decent_jax.train import config as config_lib
@@ -31,6 +33,7 @@ from decent_jax.train.trackers import Trackers
 
 LOCK = ".lock"
 PATIENCE_S = 2.0  # after Ctrl-C, until another one means "at once"
+_SHARED_S = 10.0  # until a file of process 0 is there for all, if they share the folder
 _LOOK_S = 0.1  # between two looks at a lock
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -69,7 +72,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
             finally:
                 work.trackers.finish()
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
-            if made and not work.quiet:
+            if made:
                 with contextlib.suppress(OSError):
                     (path / LOCK).unlink()
                     path.rmdir()
@@ -144,6 +147,29 @@ class Workdir:
             allowed = shorten(config_lib.changeable(self.config.task), 60)
             why = f"holds a run with another config ({listed}); take another --workdir, or change"
             raise _refusal(self.path, f"{why} only {allowed}")
+
+    def check_shared(self) -> None:
+        """Refuse to train where the processes do not have one and the same folder."""
+        mark = None
+        if not self.quiet:
+            file, mark = tempfile.mkstemp(prefix=".shared-", dir=self.path)
+            os.close(file)
+        there = self.path / watch.gather(mark and Path(mark).name)[0]
+        end = time.monotonic() + _SHARED_S
+        while not there.exists() and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        seen = watch.gather(there.exists())
+        if mark is not None:
+            os.unlink(mark)
+        if not all(seen):
+            names, other = start.hosts(), seen.index(False)
+            here, elsewhere = name_all([0], names), name_all([other], names)
+            raise ConfigError(
+                f"--workdir is another folder on {elsewhere} than on {here}; name one that all "
+                "hosts share",
+                field="--workdir",
+                value=self.path,
+            )
 
     def check_metrics(self) -> None:
         """Refuse to continue a metrics file that is damaged, before anything is compiled."""

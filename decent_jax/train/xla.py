@@ -128,6 +128,8 @@ def use_cache() -> Path | None:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(home) / "decent_jax" / "compiled"
+    if not folder.is_absolute():  # "~": a user without a home
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home, or none

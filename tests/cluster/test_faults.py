@@ -4,11 +4,13 @@ import os
 import signal
 import socket
 
+import jax
 import pytest
 import tiny
-from refusals import refused
+from refusals import refused, refuses
 from several import cluster_flags, free_port, said, until
 
+from decent_jax import train
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
 from decent_jax.commands import main as command
@@ -28,6 +30,52 @@ def test_network_cards(monkeypatch):
     for wanted in ("ib0", "=l", "^lo,eth", "ib,en"):
         with refused("NCCL_SOCKET_IFNAME", wanted):
             cluster.check_interface(wanted)
+
+
+def test_a_name_that_stands_for_its_own_host_alone():
+    """Debian's default; on one host, it does for all."""
+    cluster.check_addresses(["a", "a"], ["127.0.1.1", "127.0.1.1"])
+    cluster.check_addresses(["a", "b"], ["10.0.0.1", ""])
+    with refuses("on b ", "127.0.1.1", "/etc/hosts"):
+        cluster.check_addresses(["a", "b"], ["10.0.0.1", "127.0.1.1"])
+
+
+# --- jax's own settings ---------------------------------------------------------------------------
+
+
+def test_jax_that_has_been_used_is_found_before_the_others_are_waited_for():
+    jax.devices()
+    config = config_lib.default_config()
+    config.cluster.update(coordinator=f"localhost:{free_port()}", num_processes=2, process_id=0)
+    with refuses("used jax"):
+        cluster.start(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_disable_jit", True), ("jax_numpy_dtype_promotion", "strict")]
+)
+def test_settings_under_which_no_step_compiles(name, value):
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        with refuses(name.upper()):
+            train.run(tiny.waves(), "nowhere")
+        with refuses(name.upper()):
+            train.dry_run(tiny.waves())
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend"), AssertionError()])
+def test_devices_that_are_not_there(monkeypatch, error):
+    """A jax without the plugin fails in an assertion, one without a driver in a RuntimeError."""
+
+    def fails():
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", fails)
+    with refuses("JAX_PLATFORMS"):
+        cluster.start(config_lib.default_config())
 
 
 # --- Sentences ----------------------------------------------------------------------------------

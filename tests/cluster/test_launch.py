@@ -91,6 +91,32 @@ def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host,
         assert place == (f"{host}:9876", 2, index, [index])
 
 
+@pytest.mark.parametrize(
+    ("listed", "host"),
+    [
+        ("localhost", "localhost"),
+        ("rack[0-1]node[2-3]", "rack0node2"),
+        ("node[1-2]-ib", "node1-ib"),
+        ("c[0-1][0-3]", "c00"),
+        ("gpu[007,009-011],login1", "gpu007"),
+        ("a-1,b[2-3]", "a-1"),
+    ],
+)
+def test_the_first_host_of_what_slurm_lists(monkeypatch, listed, host):
+    for name, value in (slurm(9876, 2, 1) | {"SLURM_STEP_NODELIST": listed}).items():
+        monkeypatch.setenv(name, value)
+    assert start._place(config_lib.default_config().cluster, "SLURM").address == f"{host}:9876"
+
+
+def test_the_interactive_shell_of_salloc_is_one_process(monkeypatch):
+    """SLURM_NTASKS is what srun could start from there; a step of srun has its own count."""
+    for name, value in (slurm(9876, 4, 0) | {"SLURM_STEP_NUM_TASKS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert start.detect_launcher() is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert start._place(config_lib.default_config().cluster, start.detect_launcher()).count == 2
+
+
 def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
     """Open MPI 5 has another variable than the one that jax looks for."""
     from decent_jax.commands import preflight

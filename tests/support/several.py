@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import psutil
 import pytest
+from jax._src import xla_bridge
 
 
 def free_port() -> int:
@@ -61,6 +62,7 @@ def start_process(tmp_path):
 def joins(monkeypatch):
     """For a test that calls `decent_jax.cluster.start`: its settings end with the test."""
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)  # by these tests
     collectives = jax.config.values["jax_cpu_collectives_implementation"]
     yield
     jax.config.update("jax_cpu_collectives_implementation", collectives)

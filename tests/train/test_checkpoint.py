@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -23,6 +24,7 @@ from refusals import refuses
 from several import children_of, finish, nothing_is_left, wait_for_rows
 
 from decent_jax.cluster.supervise import PLACE
+from decent_jax.commands import main
 from decent_jax.train import (
     CheckpointError,
     ConfigError,
@@ -342,6 +344,14 @@ def test_a_supervised_process_waits_for_the_one_whose_place_it_takes(tmp_path, m
         assert held.closed
 
 
+def test_other_data_than_before_are_refused(tmp_path, monkeypatch):
+    tiny.run(config(steps=4), tmp_path / "run")
+    monkeypatch.setenv("EXTRA_POINTS", "-20")
+    with refuses("the training data: 400 records", "step 4", "380 records", error=ConfigError):
+        tiny.run(config(steps=8), tmp_path / "run")
+    assert tiny.saved_steps(tmp_path / "run") == [4]
+
+
 # --- the command, killed --------------------------------------------------------------------------
 
 
@@ -488,3 +498,12 @@ def test_only_one_more_ctrl_c_some_seconds_later_ends_at_once(signals, ends, mon
             signal.raise_signal(signal.Signals[f"SIG{name}"])
     assert received.received == signal.Signals[f"SIG{signals.partition('@')[0]}"]
     assert codes == ([1] if ends else [])
+
+
+def test_a_run_whose_standard_streams_are_closed(tmp_path, monkeypatch, compile_once):
+    """As cron and some launchers leave them."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    flags = ["--config", str(tiny.write_config(tmp_path / "config_file.py"))]
+    assert main.train([*flags, "--workdir", str(tmp_path / "run"), "--config.steps=3"], "x") == 0
+    assert tiny.saved_steps(tmp_path / "run") == [3]

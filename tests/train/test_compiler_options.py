@@ -142,6 +142,19 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert same == folder and hits >= 1
 
 
+def test_a_user_without_a_home_has_no_cache(tmp_path, monkeypatch):
+    """Nor a folder that is named ~ where the run was started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without an entry in passwd
+    jax.config.update("jax_enable_compilation_cache", True)
+    try:
+        assert xla.use_cache() is None and not any(tmp_path.iterdir())
+    finally:
+        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
 def test_the_users_own_settings_come_first(tmp_path, monkeypatch):
     """No cache, as in these tests, a folder of the user's own, or a home that is read-only."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

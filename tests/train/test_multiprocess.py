@@ -53,14 +53,18 @@ def start(tmp_path_factory, compile_once):
     path = str(tiny.write_config(folder / "config_file.py"))
     with starting(folder) as start_one:
 
-        def start(*runs):
+        def start(*runs, variables=({}, {}), own=([], [])):
             flags = ["--config", path, *FLAGS, "--workdir"]
             runs = json.dumps([[*flags, str(workdir), *own] for workdir, own in runs])
             program = ["-c", SEVERAL_RUNS, runs]
             environment = compile_once | {"JAX_NUM_CPU_DEVICES": "2"}
             port = free_port()
             return [
-                start_one([*program, *cluster_flags(port, 2, index)], **environment)
+                start_one(
+                    [*program, *cluster_flags(port, 2, index), *own[index]],
+                    **environment,
+                    **variables[index],
+                )
                 for index in range(2)
             ]
 
@@ -198,3 +202,20 @@ def test_a_signal_far_from_a_row_to_one_process_and_all_readers(start, tmp_path)
     seconds, step = time.monotonic() - before, tiny.saved_steps(tmp_path)[-1]
     assert words.count(f"interrupted after step {step}; a checkpoint is saved") == 2
     assert "Traceback" not in words and step < 400 and seconds < 60
+
+
+def test_processes_that_differ_in_folder_or_data_are_refused_before_a_step(start, tmp_path):
+    """Each has a folder of its own, with a secret from the environment; or other data in it."""
+    secret = {"DECENT_JAX_SECRET": "a secret of the test"}
+    folders = [["--workdir", str(tmp_path / name)] for name in "ab"]
+    groups = {
+        "--workdir is another folder": start((tmp_path, []), variables=(secret,) * 2, own=folders),
+        "training data": start((tmp_path / "c", []), variables=({}, {"EXTRA_POINTS": "7"})),
+    }
+    here = socket.gethostname()
+    for named, group in groups.items():
+        words = finish(group, [2, 2], 120)
+        assert words.count(named) == 2 and f"process 1 ({here})" in words, words
+        assert "Traceback" not in words
+    assert "400 records on process 0" in words and "407 records on process 1" in words
+    assert not any((tmp_path / name / "metrics.jsonl").exists() for name in "abc")

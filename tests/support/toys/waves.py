@@ -1,5 +1,6 @@
 """A task for whole runs in tests: some hundred numbers, with dropout, which compile in no time."""
 
+import os
 import time
 
 import jax
@@ -47,7 +48,8 @@ class Waves(line_task.Line):
     def __init__(self, config):
         self.waves, self.dropout = config.model.waves, config.model.dropout
         self.pause = config.data.pause
-        self.train_source = Points(400, 0, config.data.damaged)
+        more = int(os.environ.get("EXTRA_POINTS", "0"))  # on this host, or in this session
+        self.train_source = Points(400 + more, 0, config.data.damaged)
         self.eval_source = Points(20, 1, config.data.damaged_eval)
 
     def init(self, key):
