@@ -264,7 +264,7 @@ class Supervisor:
         while not self._signals:
             self._connect_all()
             late = self._clock.monotonic() > end
-            spare = [m for m in self._members if m not in self._crew and m.agent.is_ready()]
+            spare = self._spare()
             crew = [self._in_place_of(member, spare, late) for member in self._crew]
             if late or None not in crew:
                 break
@@ -278,6 +278,11 @@ class Supervisor:
             elif now is not before:
                 self._say(f"{now.name} takes the place of {before.name}")
         self._crew = [member for member in crew if member is not None]
+
+    def _spare(self) -> list[Member]:
+        """Hosts that wait for the place of another."""
+        others = (member for member in self._members if member not in self._crew)
+        return [one for one in others if one.agent.is_ready() and one.deaths <= self._again]
 
     def _in_place_of(self, member: Member, spare: list[Member], late: bool) -> Member | None:
         """The member if it is ready, else a spare one; None: there is none, or it may yet come.
@@ -340,7 +345,14 @@ class Supervisor:
             then = "it is left out" if member.deaths > self._again else "all start again"
             how = describe(codes[k])
             self._say(f"process {k} ({member.name}) {how} after {seconds:.0f} s: {then}")
-        self._crew = [member for member in self._crew if member.deaths <= self._again]
+        crew, spare = [], self._spare()
+        for member in self._crew:
+            if member.deaths <= self._again:
+                crew.append(member)
+            elif spare:
+                crew.append(spare.pop(0))
+                self._say(f"{crew[-1].name} takes the place of {member.name}")
+        self._crew = crew
 
 
 def describe(code: int | None) -> str:

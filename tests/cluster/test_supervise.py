@@ -214,6 +214,15 @@ def test_who_dies_again_and_again_is_left_out_and_the_run_gives_up():
     assert run.run() == 1 and run.started == ["abc"] * 21
 
 
+def test_a_spare_host_takes_the_place_of_one_whose_process_dies_again_and_again():
+    """And the one that was left out is no spare host for the next."""
+    b_dies, c_dies = script(0, KILLED, 0), script(0, 0, KILLED)
+    run = Run(b_dies, b_dies, FINISHES, again=1, names="abcd", spare=1)
+    assert run.run() == 0 and run.started == ["abc", "abc", "adc"]
+    run = Run(b_dies, b_dies, c_dies, c_dies, FINISHES, again=1, names="abcd", spare=1)
+    assert run.run() == 0 and run.started == ["abc", "abc", "adc", "adc", "ad"]
+
+
 def test_deaths_count_only_where_the_run_gets_no_further():
     dies = [script(0, KILLED, 0, reached=step) for step in (10, 20, 20, 30, 30)]
     run = Run(*dies, FINISHES, again=1)
