@@ -122,6 +122,9 @@ def objects_within(tree: Any) -> Iterator[dict[str, Any]]:
         yield from objects_within(inner)
 
 
+PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # what `opened` reads, by the end of a file's name
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """`with opened(path) as (file, raw)`: the bytes, decompressed by the name, and the file itself.

@@ -111,37 +111,6 @@ def test_workers_do_not_change_a_byte(kind, tmp_path, monkeypatch):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-def test_damaged_manifests(tmp_path):
-    kind = Kind("text", "the format")
-    path = tmp_path / "manifest.json"
-    for content, *named in (
-        (None, "manifest.json", "`decent-jax prepare text`"),
-        ("{", path),
-        ("[" * 100_000, path),
-        ("[]", path, "None", "'the format'"),
-        ('{"format": "other"}', path, "'other'", "'the format'"),
-    ):
-        if content is not None:
-            path.write_text(content)
-        with refuses(*named, error=DataError):
-            prepared_folder.read_manifest(tmp_path, kind)
-        assert not prepared_folder.is_whole(tmp_path, kind)
-
-
-@pytest.mark.parametrize("kind", ["text", "translation"])
-def test_a_pipe_that_nobody_writes_into(kind, tmp_path, capsys):
-    given, *more = write_input(kind, tmp_path / "in")
-    name = {"text": "a.jsonl", "translation": "val.de"}[kind]
-    (tmp_path / "in" / name).unlink()
-    os.mkfifo(tmp_path / "in" / name)
-    pipe = tmp_path / "in" / name
-    given = str(pipe) if kind == "text" else given
-    assert main([kind, "--input", given, *more, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert f"{pipe}: cannot be read (it is a pipe" in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 # --- kills ----------------------------------------------------------------------------------------
 
 

@@ -58,12 +58,6 @@ def test_manifest_and_records(tmp_path, folders, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_record():
-    record = array_records.pack_record(b"image", 258, "é")
-    assert record == b"\x02\x01\x00\x00" + b"\x02\x00" + b"\xc3\xa9" + b"image"
-    assert array_records.unpack_record(record) == (b"image", 258, "é")
-
-
 def break_images(path, names):
     """The first is empty, the second is text, all others are cut in the middle."""
     mini.write_folders(path)
@@ -112,23 +106,6 @@ def test_too_many_broken_images(tmp_path, workers):
     with refuses(5, 45, *bad[:3], error=DataError):
         prepare(path, tmp_path / "out", workers=workers)
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
-
-
-def test_a_split_without_a_whole_image(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_images, "MOST_BAD", 0.5)
-    path = mini.write_folders(tmp_path / "in")
-    for file in (path / "val").glob("*/*"):
-        file.write_bytes(b"")
-    with refuses(15, "'val'", error=DataError):
-        prepare(path, tmp_path / "out", workers=1)
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_prepared_is_no_source_of_images(tmp_path, folders):
-    prepare(folders, tmp_path / "prepared", workers=1)
-    with refuses("prepared", error=DataError):
-        prepare(tmp_path / "prepared", tmp_path / "out")
-    assert not list(tmp_path.glob("*out*"))
 
 
 def test_a_full_disk(tmp_path, folders, monkeypatch, capsys):

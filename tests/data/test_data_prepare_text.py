@@ -39,10 +39,6 @@ def texts_of(out, split):
     return [tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_every_format_gives_the_same_documents(tmp_path):
     write_jsonl(tmp_path / "a/x.jsonl", TEXTS[:20])
     write_jsonl(tmp_path / "a/deeper/y.jsonl.gz", TEXTS[20:])
@@ -224,14 +220,6 @@ def test_other_kinds_of_text_are_read_where_they_are_named(tmp_path):
     assert texts_of(tmp_path / "all", "train") == ["three"]
 
 
-def test_a_file_whose_name_is_no_utf8(tmp_path):
-    folder = tmp_path / "in"
-    write_jsonl(folder / "a\udcff.jsonl", TEXTS)
-    manifest = prepare([folder], tmp_path / "out", "bytes", val_fraction=0.3)
-    assert manifest["inputs"] == ["in/a\udcff.jsonl"]
-    assert token_folder.read_manifest(tmp_path / "out") == manifest
-
-
 def one_byte(byte):
     """A parquet column of one text of one byte."""
     buffers = [None, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(byte)]
@@ -318,13 +306,3 @@ def test_bad_arguments(given, named, tmp_path, monkeypatch):
     with refuses(*named, error=DataError):
         prepare("a.jsonl", "out", **{"tokenizer": "bytes", **given})
     assert not (tmp_path / "out").exists()
-
-
-def test_a_failed_overwrite_keeps_the_old(tmp_path):
-    out = tmp_path / "out"
-    prepare([write_jsonl(tmp_path / "a.jsonl", TEXTS)], out, "bytes", val_fraction=0.3)
-    before = contents(out)
-    b = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, 7])
-    with refuses("line 41", error=DataError):
-        prepare([b], out, "bytes", val_fraction=0.3, overwrite=True)
-    assert contents(out) == before

@@ -1,9 +1,7 @@
 """The quickstart corpus: quick, cached, without tests, and one folder for many processes."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -80,18 +78,6 @@ def test_damaged_or_foreign_folders(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
-def test_processes_at_once(tmp_path):
-    program = (
-        "import sys; from decent_jax.data.text import stdlib_corpus;"
-        "print(stdlib_corpus.build(sys.argv[1])['corpus_sha256'])"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "out")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    answers = [run.communicate(timeout=60)[0] for run in runs]
-    assert all(run.returncode == 0 for run in runs) and len(set(answers)) == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
 def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
     """Another process, which is about to read it, has made it after this one had looked for it."""
     here, there, looked = tmp_path / "here", tmp_path / "there", []
@@ -109,18 +95,3 @@ def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
 
     wanted = stdlib_corpus.build(there)
     assert prepared_folder.find_or_make(here, find, make) == wanted
-
-
-def test_a_folder_that_appears_at_the_last_moment_is_kept(tmp_path, monkeypatch):
-    """Between the last look and the renaming of this process's own."""
-    here, there, rename, others = tmp_path / "here", tmp_path / "there", os.rename, []
-
-    def late(source, target):
-        if target == here and not others:
-            shutil.copytree(there, here)
-            others.append(here.stat().st_ino)
-        rename(source, target)
-
-    wanted = stdlib_corpus.build(there)
-    monkeypatch.setattr(os, "rename", late)
-    assert stdlib_corpus.build(here) == wanted and others == [here.stat().st_ino]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import train
-from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
+from decent_jax.data.loader import eval_batches, train_batches
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.token_folder import TokenFolderWriter, TokenWindows
 from decent_jax.ground.errors import ConfigError, DataError
@@ -233,13 +233,6 @@ def test_eval_covers_everything_once_in_order(source, batch_size):
         assert tokens.dtype == np.int32 and weights.dtype == np.float32
         assert set(weights.tolist()) <= {0.0, 1.0} and weights.sum() == 50
         np.testing.assert_array_equal(tokens[weights > 0, 0], np.arange(50) * SEQ_LEN)
-
-
-def test_as_many_batches_as_there_are(source):
-    for most, wanted in ((3, 3), (99, 7)):
-        batches = eval_batches(source, num_replicas=2, batch_size=8, max_batches=most)
-        assert len(list(batches)) == wanted
-    assert [steps_per_epoch(source, size) for size in (50, 8)] == [1, 7]
 
 
 def test_close_stops_the_threads(source):

@@ -21,7 +21,7 @@ from decent_jax.data.translation.number_pairs import (
     sentences,
     split_of,
 )
-from decent_jax.data.translation.pair_batches import Shape, TokenBatches
+from decent_jax.data.translation.pair_batches import TokenBatches
 from decent_jax.data.translation.pair_folder import TranslationPairs
 from decent_jax.data.translation.subwords import normalise
 from decent_jax.ground.errors import DataError
@@ -222,37 +222,6 @@ def test_a_block_depends_on_its_address_alone(plan):
         np.testing.assert_array_equal(other.block(*address), wanted[address])
 
 
-def test_epochs_and_seeds_differ():
-    lengths = like_sentences(2000)
-    options = {"tokens": 2000, "num_replicas": 4, "shapes": 4}
-    one, two = (TokenBatches(lengths, seed=seed, **options) for seed in (0, 1))
-    steps = one.steps_per_epoch
-    assert steps == two.steps_per_epoch and one.shapes == two.shapes
-
-    def sequence(batches, epoch):
-        return [
-            batches.block(epoch * steps + s, r).tolist() for s in range(steps) for r in range(4)
-        ]
-
-    seen = [sequence(one, 0), sequence(one, 1), sequence(two, 0), sequence(two, 1)]
-    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
-    shapes = [one.shape(step) for step in range(2 * steps)]
-    assert sorted(shapes[:steps]) == sorted(shapes[steps:]) and shapes[:steps] != shapes[steps:]
-    assert shapes[:steps] != sorted(shapes[:steps])
-
-
-def test_in_order_of_length_without_shuffling():
-    lengths = like_sentences(500)
-    batches = TokenBatches(lengths, tokens=600, num_replicas=2, seed=0, shapes=3, shuffle=False)
-    longest = []
-    for step in range(batches.steps_per_epoch):
-        pairs = np.concatenate([batches.block(step, r) for r in range(2)])
-        real = lengths[pairs[pairs >= 0]]
-        longest.append((batches.shapes.index(batches.shape(step)), int(real.sum(1).max())))
-    assert longest == sorted(longest)
-    np.testing.assert_array_equal(batches.block(0, 1), batches.block(batches.steps_per_epoch, 1))
-
-
 @pytest.mark.parametrize(("num_replicas", "usual"), [(8, 0.003), (32, 0.012)])
 def test_replicas_get_nearly_the_same_number_of_tokens(num_replicas, usual):
     lengths = like_sentences(60_000)
@@ -267,18 +236,6 @@ def test_replicas_get_nearly_the_same_number_of_tokens(num_replicas, usual):
     assert np.mean(totals) > 0.7 * 50_000
 
 
-def test_more_shapes_pad_less_and_far_less_than_equal_parts():
-    lengths = like_sentences(20_000)
-    options = {"tokens": 25_000, "num_replicas": 8, "seed": 0}
-    padding = [
-        TokenBatches(lengths, shapes=k, **options).padding_fraction for k in (1, 2, 4, 8, 16)
-    ]
-    assert padding == sorted(padding, reverse=True) and padding[-1] < 0.18
-    edges = np.quantile(lengths.max(1), np.arange(1, 9) / 8).astype(int)
-    square = edges[np.searchsorted(edges, lengths.max(1))]  # the usual: eight equal buckets
-    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.08
-
-
 def test_there_is_no_better_ladder():
     """Against all ladders of three lengths."""
     lengths = np.random.default_rng(1).integers(1, 12, (80, 2))
@@ -291,9 +248,3 @@ def test_there_is_no_better_ladder():
     found = [max(shape[:2]) for shape in batches.shapes]
     best = min(room([a, b, longer.max()]) for b in range(2, 11) for a in range(1, b))
     assert room(found) == best
-
-
-def test_equal_lengths_are_one_shape_without_padding():
-    batches = TokenBatches(np.full((64, 2), 5), tokens=80, num_replicas=4, seed=3)
-    assert batches.shapes == (Shape(5, 5, 4),) and batches.padding_fraction == 0
-    assert batches.steps_per_epoch == 4

@@ -1,8 +1,6 @@
 """Decoding: every kind of file that is called .jpg, whole or refused with a reason."""
 
 import io
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import cv2
 import numpy as np
@@ -50,14 +48,6 @@ def test_pictures_are_read_as_they_are_stored(mode):
     for exif in (EXIF, EXIF[:-10]):
         data = encoded(picture(mode=mode), exif=exif, **KEEP_COLOURS)
         np.testing.assert_array_equal(jpeg.decode(data), jpeg.decode(plain))
-
-
-def test_threads_leave_the_warning_filters_as_they_were():
-    before = list(warnings.filters)
-    data = encoded(picture(mode="CMYK"), exif=EXIF[:-10])
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(jpeg.decode, [data] * 200))
-    assert list(warnings.filters) == before
 
 
 # --- kinds of files -------------------------------------------------------------------------------

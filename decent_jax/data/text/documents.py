@@ -16,6 +16,7 @@ from typing import Any
 
 from decent_jax.data import tfds_folder
 from decent_jax.data.reading import (
+    PACKED,
     counted,
     files_below,
     one_sentence,
@@ -34,14 +35,13 @@ LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
 ROWS = 256  # of a parquet chunk
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines")  # names of one format
-_PACKED = ("", ".gz", ".bz2", ".xz", ".zst")
 _KINDS = {
-    **{f".txt{packed}": "txt" for packed in _PACKED},
-    **{f"{name}{packed}": "jsonl" for name in _LINES for packed in _PACKED},
+    **{f".txt{packed}": "txt" for packed in PACKED},
+    **{f"{name}{packed}": "jsonl" for name in _LINES for packed in PACKED},
     ".parquet": "parquet",
 }
 _NAMED = (".md", ".py", ".html", ".rst", ".tex")  # text, too, but only where the file is named
-_READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(_PACKED[1:])}) or .parquet"
+_READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(PACKED[1:])}) or .parquet"
 
 
 @dataclasses.dataclass(frozen=True)

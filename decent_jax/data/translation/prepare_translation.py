@@ -324,10 +324,10 @@ DESCRIPTION = """\
 Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train.ids and so on,
 OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it keeps the text too.
 
-PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz), or a folder: of
-files named train, val and test, or of WMT14's archives as downloaded (training-parallel-*.tgz,
-dev.tgz for newstest2013, test-full.tgz for newstest2014), or of TFDS wmt14_translate stored as
-array_record.
+PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz, .bz2, .xz or
+.zst), or a folder: of files named train, val and test, or of WMT14's archives as downloaded
+(training-parallel-*.tgz, dev.tgz for newstest2013, test-full.tgz for newstest2014), or of TFDS
+wmt14_translate stored as array_record.
 
 Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
 with a side that is too long or far longer than the other; the manifest counts them.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import kind_of, one_sentence, opened, read_at_most, read_line
+from decent_jax.data.reading import PACKED, kind_of, one_sentence, opened, read_at_most, read_line
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import check_regular
 
@@ -187,9 +187,9 @@ def find_inputs(
 ) -> Inputs:
     """The sources that paths stand for.
 
-    A path is a prefix (`train` for `train.en` and `train.de`, each also as `.gz`) or, for training,
-    a folder: of such files, of WMT14's archives, or of TFDS (wmt14_translate). Folders may hold
-    validation and test pairs too.
+    A path is a prefix (`train` for `train.en` and `train.de`, each plain or packed) or, for
+    training, a folder: of such files, of WMT14's archives, or of TFDS (wmt14_translate). Folders
+    may hold validation and test pairs too.
 
     Args:
       inputs: the paths.
@@ -251,7 +251,7 @@ def _folder(path: Path, languages) -> Inputs:
     if not splits[0]:
         names = ", ".join(f"train.{language}" for language in languages)
         raise DataError(
-            f"{path}: holds no training pairs ({names}, each also as .gz), none of WMT14's"
+            f"{path}: holds no training pairs ({names}, each plain or packed), none of WMT14's"
             " archives, and was not prepared by TFDS"
         )
     return Inputs(*splits)
@@ -264,7 +264,7 @@ def _one(path: Path, languages) -> PairSource:
     names = " and ".join(f"{path}.{language}" for language in languages)
     there = f"of these only {sides[0].name}" if sides else "neither"
     raise DataError(
-        f"{path}: no sentence pairs; expected {names}, plain or as .gz, but {there} is there"
+        f"{path}: no sentence pairs; expected {names}, plain or packed, but {there} is there"
     )
 
 
@@ -272,9 +272,8 @@ def _sides(prefix: Path, languages) -> list[Path]:
     """The files of the languages, as far as they exist."""
     found = []
     for language in languages:
-        plain = prefix.with_name(f"{prefix.name}.{language}")
-        packed = plain.with_name(f"{plain.name}.gz")
-        found += [file for file in (plain, packed) if file.exists()][:1]
+        files = (prefix.with_name(f"{prefix.name}.{language}{packed}") for packed in PACKED)
+        found += [file for file in files if file.exists()][:1]
     return found
 
 
