@@ -44,7 +44,6 @@ from decent_jax.gossip import codecs
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Codec, Lattice
 
 LATTICES = {"lattice8": Lattice(8), "lattice16": Lattice(16)}
-FORMATS = ("float32", "bfloat16", "int8", *LATTICES)
 
 Arrays = list[np.ndarray]
 
@@ -58,7 +57,7 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One of `FORMATS`, and the seed of the stochastic rounding of ``int8``.
+    """One of `decent_jax.peers.FORMATS`, and the seed of the stochastic rounding of ``int8``.
 
     >>> message, sent = Format("bfloat16").encode([np.float32([1.0, 2.001])], seed=(0,))
     >>> Format("bfloat16").decode(message, sent)

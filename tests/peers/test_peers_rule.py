@@ -9,7 +9,8 @@ import pytest
 from test_peers_law import meeting
 
 from decent_jax import optim, simulate, topology
-from decent_jax.peers.rule import FORMATS, Format, Meetings, sent_of
+from decent_jax.peers import FORMATS
+from decent_jax.peers.rule import Format, Meetings, sent_of
 
 D = 37
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from decent_jax.ground import connections
-from decent_jax.peers.rule import FORMATS, Format, Joined, Meetings
+from decent_jax.peers import FORMATS
+from decent_jax.peers.rule import Format, Joined, Meetings
 from decent_jax.peers.talk import Answerer, Asker, ask_state
 
 SECRET = b"0123456789abcdef"
