@@ -47,6 +47,7 @@ def test_ids_and_back(tmp_path):
     assert vocabulary.decode(vocabulary.encode("☃")[:-1]).endswith("\ufffd")
     with refuses(290):
         vocabulary.decode([290])
+    assert vocabulary.decode(vocabulary.encode("new \udcff\ud83d\ude42")) == "new \ufffd🙂"
     again = pickle.loads(pickle.dumps(vocabulary))
     assert again.sha256 == vocabulary.sha256
     assert again.encode("new").tolist() == vocabulary.encode("new").tolist()

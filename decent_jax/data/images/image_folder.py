@@ -121,10 +121,9 @@ def _storage(path: str, split: str):
     places = {name: _place(path, name) for name in SPLITS}
     left_out: Counter[str] = Counter()
     table = os.path.join(places[split], _TABLE)
-    classes = _annotated(table) if os.path.isfile(table) else None
     found = _index(places[split], left_out)
-    if classes is not None:
-        found = _sorted_by(classes, found, table, left_out)
+    if has_table := os.path.isfile(table):
+        found = _by_table(table, found, left_out)
     if split == "train":  # what lies beside the splits counts once
         beside = set(os.listdir(path)).difference(map(os.path.basename, places.values()))
         left_out.update(
@@ -135,7 +134,7 @@ def _storage(path: str, split: str):
         raise DataError(f"{places[split]}: holds no class; {_EXPECTED}{_instead(left_out)}")
     class_names = sorted(found) if split == "train" else _subfolders(places["train"])
     _check_known(places[split], sorted(found), class_names)
-    return _Files(places[split], split, class_names, found, left_out, classes is not None)
+    return _Files(places[split], split, class_names, found, left_out, has_table)
 
 
 def _place(path: str, split: str) -> str:
@@ -189,30 +188,27 @@ def _subfolders(folder: str) -> list[str]:
         return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
 
 
-def _annotated(table: str) -> dict[str, str]:
-    """{picture: its class}; DataError where a line of the table has no class."""
-    with one_sentence(table), open(table, encoding="utf-8", errors="surrogateescape") as file:
-        lines = [line.rstrip("\n").split("\t") for line in file if line.strip()]
-    for number, line in enumerate(lines, 1):
-        if len(line) < 2:
-            raise DataError(f"{table}, line {number}: expected a picture's name, a tab, its class")
-    return {line[0]: line[1] for line in lines}
-
-
-def _sorted_by(
-    classes: dict[str, str], found: dict[str, list[str]], table: str, left_out: Counter[str]
+def _by_table(
+    table: str, found: dict[str, list[str]], left_out: Counter[str]
 ) -> dict[str, list[str]]:
-    """Pictures, by their folders, sorted into their classes, with their folders in their names."""
+    """Pictures, by their folders, sorted into the classes of a table; names keep their folders."""
+    with one_sentence(table), open(table, encoding="utf-8", errors="surrogateescape") as file:
+        rows = [line.rstrip("\n").split("\t") for line in file if line.strip()]
+    if wrong := next((number for number, row in enumerate(rows, 1) if len(row) < 2), 0):
+        raise DataError(f"{table}, line {wrong}: expected a picture's name, a tab, its class")
+    classes = {row[0]: row[1] for row in rows}
     made: dict[str, list[str]] = {}
     for folder, names in found.items():
         for name in names:
-            own = classes.get(os.path.basename(name))
-            if own is None:
-                left_out[f"picture that {_TABLE} does not list"] += 1
-            else:
+            if own := classes.pop(os.path.basename(name), ""):
                 made.setdefault(own, []).append(f"{folder}/{name}")
-    if missing := len(classes) - sum(map(len, made.values())):
-        raise DataError(f"{table}: lists {missing} pictures that are not there; fetch them again")
+            else:
+                left_out[f"picture that {_TABLE} does not list"] += 1
+    if classes:
+        raise DataError(
+            f"{table}: lists {len(classes)} pictures that are not there, such as"
+            f" {min(classes)}; fetch them again"
+        )
     return made
 
 
@@ -257,7 +253,7 @@ class _TfdsImages:
         """(data, label, name) of an image."""
         (record,) = self._records.read(range(index, index + 1))
         label, file = int(record["label"]), record.get("file_name", f"record-{index:07}")
-        name = file.decode() if isinstance(file, bytes) else file
+        name = os.fsdecode(file)
         return record["image"], label, f"{self._split}/{self.class_names[label]}/{name}"
 
 

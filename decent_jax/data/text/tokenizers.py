@@ -234,18 +234,15 @@ def _end_token(
     special = [x["content"] for x in saved.get("added_tokens") or [] if x.get("special")]
     found = [token for token in _END_OF_TEXT if token in special]
     if eos in vocabulary and (not found or eos in found):
-        found = [eos]
+        return eos
     found = found or [token for token in _END_OF_TEXT if token in vocabulary]
-    if len(found) == 1 and eos in (None, found[0]):
+    if len(found) == 1 and eos is None:
         return found[0]
-    if eos is not None:
-        found.append(f"{eos} of {HF_CONFIG}")
-    which = (
-        f"several tokens that may end a document, {', '.join(found)}"
-        if found
-        else (f"none of the tokens that end a document: {', '.join(_END_OF_TEXT)}")
-    )
-    raise DataError(f"{HF_FILE} has {which}; name it by --end_of_text")
+    known = f"none of the tokens that end a document: {', '.join(_END_OF_TEXT)}"
+    if found:
+        found += [] if eos is None else [f"{eos} of {HF_CONFIG}"]
+        known = f"several tokens that may end a document: {', '.join(found)}"
+    raise DataError(f"{HF_FILE} has {known}; name it by --end_of_text")
 
 
 def _for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:

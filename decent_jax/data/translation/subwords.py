@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax.data.reading import one_sentence
-from decent_jax.data.text.tokenizers import checked_ids
+from decent_jax.data.text.tokenizers import checked_ids, valid_unicode
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import read_bytes
 
@@ -60,6 +60,7 @@ def normalise(text: str) -> str:
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
     else:  # what is removed may part a letter from its accent
+        text = valid_unicode(text)
         text = _CHANGED.sub(_replace, unicodedata.normalize("NFC", _REMOVED.sub("", text)))
     return " ".join(text.replace("''", '"').split())
 
