@@ -47,7 +47,6 @@ API = {
     "pipelines": "Replicas cut into stages (experimental).",
     "planner": "Predict step times, recommend a schedule, place replicas (experimental).",
     "plan": "What a planner decides and runners read.",
-    "simulate": "SwarmSGD in NumPy, event by event.",
     "plots": "Every picture, in one style.",
     "ground": "Errors, formats, files, fields of a config, progress.",
     "commands": "The commands of `decent-jax`.",
