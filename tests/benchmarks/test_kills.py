@@ -6,25 +6,9 @@ from benchmarks.faults import goodput, peers
 def test_the_benchmark_compares_runs_with_kills_to_undisturbed_ones(tmp_path):
     trace = [[0.0, 1], [10.0, 51], [20.0, 101]]
     kills = [{"again_s": seconds, "lost": lost} for seconds, lost in ((2.0, 3), (5.0, 0), (3.0, 1))]
-    rows = [
-        {
-            "arm": "gossip",
-            "every": None,
-            "seconds": 20.0,
-            "steps": 100,
-            "kills": [],
-            "trace": trace,
-        },
-        {
-            "arm": "gossip",
-            "every": 10,
-            "seconds": 40.0,
-            "steps": 150,
-            "kills": kills,
-            "differ": [7, 8],
-            "trace": trace,
-        },
-    ]
+    whole = {"arm": "gossip", "every": None, "seconds": 20.0, "steps": 100, "kills": []}
+    killed = {"arm": "gossip", "every": 10, "seconds": 40.0, "steps": 150, "kills": kills}
+    rows = [whole | {"trace": trace}, killed | {"trace": trace, "differ": [7, 8]}]
     cells = [line.split(" | ") for line in goodput.table(rows).splitlines()]
     assert cells[2][4].startswith("100%")
     assert cells[3][1:] == ["40", "3", "150", "75%", "3.0, 5.0", "1, 3", "2 |"]

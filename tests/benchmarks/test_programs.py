@@ -47,14 +47,11 @@ def test_kernels_and_their_bytes():
     assert found[6].read == 64
 
 
-def test_windows_of_messages():
+def test_messages_beside_kernels_and_loops():
     assert programs.windows(programs.entry(PROGRAM)) == [
         programs.Window("collective-permute", 2, 4, 8),
         programs.Window("collective-permute", 0, 5, 32),
     ]
-
-
-def test_the_order_of_messages_and_loops():
     loop = "  %w = (f32[8]) while(%t), condition=%c, body=%b\n  %bdone"
     assert programs.outline(programs.entry(PROGRAM.replace("  %bdone", loop))) == (
         "2 collective-permute-start, loop, 2 collective-permute-done"
