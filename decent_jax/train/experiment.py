@@ -122,7 +122,7 @@ def facts_of(config: ConfigDict, task: Task) -> dict[str, str]:
     }
     path = config.data.get("path")
     if path:
-        with contextlib.suppress(DataError, LookupError, TypeError):  # nobody has prepared it
+        with contextlib.suppress(OSError, DataError, LookupError, TypeError):  # not prepared
             splits = json_files.read_json(Path(path) / "manifest.json")["splits"]
             sums = zlib.crc32(json.dumps(splits, sort_keys=True).encode())
             found["the manifest of data.path"] = f"checksum {sums:08x}"

@@ -7,12 +7,15 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from ml_collections import ConfigDict
 from refusals import refuses
 from toys.waves import Waves
 from trees import assert_equal
@@ -23,6 +26,7 @@ from decent_jax.data.text import token_folder
 from decent_jax.ground import account, machine
 from decent_jax.models import decoders
 from decent_jax.train import TrainingFailed, saved_model
+from decent_jax.train.experiment import facts_of
 from decent_jax.train.step import gradient
 from decent_jax.train.synchronous import Feed, Programs, Synchronous
 
@@ -408,3 +412,17 @@ def test_the_learning_rate_that_is_logged_follows_the_schedule(run):
     assert rates[-1] == pytest.approx(0.01, rel=0.1)
     assert tiny.summary(folder)["steps"] == len(rows) == 10
     assert [row["step"] for row in rows if "eval/loss" in row] == [5, 10]
+
+
+@pytest.mark.parametrize("path", ["", "stdlib", "empty", "a file", "a file/below", "prepared"])
+def test_facts_of_data_that_no_folder_or_an_unprepared_one_holds(path, tmp_path, monkeypatch):
+    """Python's own library has no folder when they are compared."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("a file").touch()
+    Path("prepared").mkdir()
+    Path("prepared/manifest.json").write_text('{"splits": {"train": 1}}')
+    task = SimpleNamespace(train_source=range(4), eval_source=range(2))
+    found = facts_of(ConfigDict({"data": {"path": path}}), task)
+    assert found["the training data"] == "4 records"
+    assert ("the manifest of data.path" in found) == (path == "prepared")
