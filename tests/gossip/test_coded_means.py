@@ -132,5 +132,5 @@ def test_replicas_that_are_not_finite_never_enter_a_sum(devices):
 def test_groups_that_send_on_are_refused():
     schedule = topology.make("alternating_exp_ring", 8, local_size=2)
     with refuses(schedule.name):
-        gossip.check_coded(schedule, Int4())
-    gossip.check_coded(topology.make("complete", 8), Int4())
+        gossip.check_coded(schedule)
+    gossip.check_coded(topology.make("complete", 8))
