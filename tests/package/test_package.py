@@ -141,6 +141,24 @@ for name in command.COMMANDS:
     assert said["plot"] == f"matplotlib is not installed: {hint}"
 
 
+def test_the_site_can_import_what_its_pages_are_made_of():
+    """Every module, where the extra docs alone is installed."""
+    others = OF_EXTRAS - distributions(EXTRAS["docs"])
+    names = {name.partition(".")[0] for path in PACKAGE.rglob("*.py") for name, _ in imported(path)}
+    blocked = [name for name in names if INSTALLED_AS.get(name, {name}) & others]
+    assert "tiktoken" in blocked
+    code = f"""
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys({blocked}))
+import decent_jax
+for module in pkgutil.walk_packages(decent_jax.__path__, "decent_jax."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_another_system_has_the_core_and_is_told_what_it_cannot_do():
     """Windows has no fcntl, macOS no pidfd_open."""
     code = """
