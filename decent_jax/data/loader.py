@@ -17,6 +17,7 @@ is the number of steps per epoch. The source decides what `batch_size` counts.
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import signal
@@ -59,6 +60,8 @@ class Batches(Iterator):
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None  # frees the shared memory of batches that nobody took
+            if self._workers:
+                gc.collect()  # those that grain's threads hold
 
     def __enter__(self) -> "Batches":
         return self
@@ -287,8 +290,7 @@ def _failures_told(workers: int) -> Iterator[None]:
         if died:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             raise DataError(
-                f"one of the {workers} readers of data.workers {how}; if memory is short, let it "
-                "be fewer"
+                f"one of the {workers} readers (data.workers) {how}; if memory is short, use fewer"
             ) from error
         if not isinstance(error, OSError):
             raise

@@ -88,8 +88,8 @@ class Saver:
                 )
         self.seconds, self.best = meta["seconds"], meta["best"]
         self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
-        if not drop_best_after(self.checkpoints.workdir, meta["step"]):
-            self.best = math.inf
+        if not all(watch.gather(drop_best_after(self.checkpoints.workdir, meta["step"]))):
+            self.best = math.inf  # for all processes, which save the next best one together
 
     def meta(self, done: int, seconds: float, row: Any = None) -> dict[str, Any]:
         """What is kept beside the state after ``done`` steps and ``seconds`` of training.

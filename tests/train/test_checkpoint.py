@@ -23,6 +23,7 @@ import tiny
 from refusals import refuses
 from several import children_of, finish, nothing_is_left, wait_for_rows
 
+from decent_jax.cluster import watch
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.commands import main
 from decent_jax.train import (
@@ -344,6 +345,26 @@ def test_a_supervised_process_waits_for_the_one_whose_place_it_takes(tmp_path, m
         assert held.closed
 
 
+@pytest.mark.parametrize("lacks", ["its folder", "its meta"])
+def test_processes_go_on_from_a_step_that_all_can_read(tmp_path, monkeypatch, capsys, lacks):
+    """Of step 4, another process does not see the folder yet, or cannot read what is in it."""
+    tiny.run(config(steps=4, checkpoint={"every": 2}), tmp_path / "run")
+    asked = []
+
+    def gathered(value):
+        if lacks == "its folder" and isinstance(value, list):
+            return [value, [2]]
+        if lacks == "its meta" and value is False and not asked:  # "I could not read it"
+            asked.append(value)
+            return [value, True]
+        return [value]
+
+    monkeypatch.setattr(watch, "gather", gathered)
+    tiny.run(config(steps=8), tmp_path / "run")
+    assert "resuming after step 2\n" in capsys.readouterr().err
+    assert [row["step"] for row in tiny.rows(tmp_path / "run")] == list(range(1, 9))
+
+
 def test_other_data_than_before_are_refused(tmp_path, monkeypatch):
     tiny.run(config(steps=4), tmp_path / "run")
     monkeypatch.setenv("EXTRA_POINTS", "-20")
@@ -382,7 +403,7 @@ def test_the_command_is_stopped_and_killed_again_and_again(command, whole, tmp_p
         each.send_signal(signal.SIGINT)
     said = finish([process], [130])
     saved = tiny.saved_steps(folder)[-1]
-    assert "Traceback" not in said
+    assert "Traceback" not in said and "leaked" not in said  # shared memory of batches
     sentence = f"interrupted after step {saved}; a checkpoint is saved, the same command resumes"
     assert f"train.py: {sentence}" in said.splitlines()
 
