@@ -1,5 +1,6 @@
 """Image classification: its numbers, its config, and runs of a few steps."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -351,6 +352,20 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(folders, t
     assert bad["name"] == victim and "truncated" in bad["reason"]
     source = crops.TrainImages(image_folder.open_images(packed, "train"), 16)
     assert len(source) == 29 and len(first_epoch(packed)) == 4  # which decodes them
+
+
+def test_training_says_what_a_folder_holds_besides(tmp_path):
+    folder, said = mini_imagenet.write_folders(tmp_path / "in"), []
+    for name in ("train/notes.txt", "val/.DS_Store", "labels.json"):
+        (folder / name).write_bytes(b"")
+
+    @contextlib.contextmanager
+    def announce(message):
+        said.append(message)
+        yield
+
+    task_lib.make(config_of(folder), tmp_path, announce)
+    assert all(kind in said[-1] for kind in ("1 .txt", "1 hidden", "1 .json"))
 
 
 def test_too_few_images_for_a_batch_are_refused(folders, tmp_path):
