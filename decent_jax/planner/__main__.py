@@ -152,20 +152,19 @@ def _predict(given: Options) -> None:
 
 
 def _recommend(given: Options) -> None:
-    """The schedule and its settings that reach the same quality soonest, and why.
+    """The schedule and its settings with the shortest step, and why.
 
     decent-jax planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
         --parameters 124e6 --compute_s 0.2 --sigma 0.1
     decent-jax planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
-        --wires float32,bfloat16,int8 --largest_slow_down 2
-        64 machines around the world, compressed messages allowed
+        --wires float32,bfloat16,int8 --mix_every 1,8
+        64 machines around the world, compressed and rare messages allowed
     decent-jax planner recommend --network network.json \\
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
         then: train.py --config ... --config.cluster.plan=plan.json
 
-    Least (seconds per step) x (steps, relative to all-reduce). The second factor is a model
-    calibrated on published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how,
-    and what it does not know. --largest_slow_down is the quality you ask for.
+    The fastest step first; of those within 1% the one whose replicas agree soonest. What formats
+    and pauses between rounds cost in loss was measured: docs/results.md. Allow what you accept.
     """
     options.complete(given)
     options.choose_method(given)
@@ -177,8 +176,6 @@ def _recommend(given: Options) -> None:
         schedules=given.schedules,
         mix_every=given.mix_every,
         wires=given.wires,
-        tokens_per_parameter=given.tokens_per_parameter,
-        largest_slow_down=given.largest_slow_down,
     )
     if given.base:
         found = [choice for choice in found if options.accepted(given, choice)]
@@ -203,7 +200,6 @@ def _recommend(given: Options) -> None:
         "label": best.prediction.label,
         "step_s": predict.step_s(machines.take(placed.order), workload, gossip),
         "step_s_in_the_order_of_the_network": best.prediction.step_s,
-        "steps_relative_to_all_reduce": best.slow_down,
     }
     _write_plan(given.plan, machines, placed.order, gossip.schedule, gossip.mix_every, expected)
 

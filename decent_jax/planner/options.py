@@ -21,7 +21,6 @@ from decent_jax.plan.orders import ORDERS
 from decent_jax.planner import network
 from decent_jax.planner.network import Network
 from decent_jax.planner.pipeline_time import AVERAGING
-from decent_jax.planner.recommend import TOKENS_PER_PARAMETER as TOKENS
 from decent_jax.planner.recommend import Choice, config_fields
 from decent_jax.planner.runtime import CONSTANT, WIRES, AllReduce, LogNormal, Workload, fit
 from decent_jax.topology import NAMES
@@ -122,10 +121,8 @@ FLAGS = {
         *NETWORK,
         *WORKLOAD,
         Flag("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
-        Flag("mix_every", "H,H", several(EVERY), "1,2,4,8", "steps per round to try"),
+        Flag("mix_every", "H,H", several(EVERY), "1", "steps per round to try"),
         Flag("wires", "W,W", several(WIRE), "float32", f"messages to try, of {', '.join(WIRES)}"),
-        Flag("tokens_per_parameter", "D", number(1e-6, 1e9), TOKENS, "length of the run"),
-        Flag("largest_slow_down", "S", number(1, 1e6), 1.5, "times the steps of all-reduce"),
         *SEARCH,
     ),
     "place": (

@@ -1,43 +1,15 @@
-"""Which schedule, how often, in which message format: least time to the same quality.
+"""Which schedule, how often, in which message format: by the predicted time of a step.
 
-Time to quality is the time of a step, times how many more steps than all-reduce it needs.
-
-**The slow-down and where it comes from.** For replicas whose data have the same distribution the
-theory of decentralized SGD (Koloskova et al., ICML 2020, their rate for non-convex functions) asks
-for a number of steps of the order of
-
-    s^2 / (n e^2)  +  s sqrt(m) / e^(3/2)  +  m / e
-
-with e the target, s the noise of a replica's gradient and m the steps that bring the replicas one
-averaging nearer (`steps_per_averaging`). All-reduce has the first term alone. So the loss of gossip
-relative to it, for a batch that n replicas share, grows as sqrt(n m). The constants of such bounds
-say nothing about a real run; this one is measured. The authors of Decent-DP published losses of a
-20.4M-parameter language model (AdamW with its betas and learning rate tuned, one_peer_exp, three
-seeds) after 20, 40 and 80 tokens per parameter:
-
-    | replicas | loss | steps, relative to all-reduce |
-    |---|---|---|
-    | all-reduce | 3.5498, 3.4299, 3.3474 | 1 |
-    | 4 | 3.5703, 3.4413, 3.3512 | 1.10, 1.08, 1.04 |
-    | 8 | 3.5856, 3.4475, 3.3554 | 1.18, 1.13, 1.08 |
-
-The last column reads all-reduce's curve, ``E + A D^-b`` through its three points, at the same
-loss. Least squares of the logarithm of the excess over 1 gives
-
-    slow-down = 1 + 0.0247 sqrt(n m) (tokens per parameter / 40)^-0.62
-
-which is within 16% of each of the six excesses (sqrt(n m) fits better than m, sqrt(m) or n).
-
-**What the formula does not know.** Other models, optimizers and data. More than 8 replicas,
-schedules other than one_peer_exp, and runs much longer than 80 tokens per parameter are
-extrapolated along sqrt(n m). Published runs of 16 and 32 replicas on translation and images, with
-accumulated Adam, ended as good as all-reduce after as many steps, so the model leans towards
-all-reduce. Replicas whose data differ in kind lose more than it predicts. A compressed message
-is assumed to cost no steps, which needs unbiased rounding and difference coding or error feedback;
-training on parameters quantised as they are would stall. Encoding takes no time here.
+Choices within 1% of the fastest step count as equally fast; the first of them is the one whose
+replicas agree soonest (`steps_per_averaging`). Nothing is said about the loss, which depends on
+model, optimizer and data: docs/results.md has measured losses of schedules, formats and longer
+pauses between rounds, and docs/algorithms.md of methods. So only what is asked for is tried. Coding
+a message takes no time here.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -45,30 +17,29 @@ from typing import Any, Literal
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.ground.format import table
+from decent_jax.ground.format import format_bytes, table
 from decent_jax.planner import predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload, codes
 from decent_jax.topology import Schedule
 
-TOKENS_PER_PARAMETER = 20.0  # of the run that makes the best use of its compute (Chinchilla)
-_AT_40 = 0.0247
-_EXPONENT = -0.62
+_EQUALLY_FAST = 1.01  # times the fastest step
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An algorithm with its predicted step and the steps it needs, relative to all-reduce."""
+    """An algorithm with its predicted step.
+
+    sent_bytes: by the busiest replica per step, on average.
+    averaging_steps: after which replicas are one averaging nearer to each other; 0: all-reduce.
+    local_size: replicas per node.
+    """
 
     algorithm: Algorithm
     prediction: predict.Prediction
-    slow_down: float
-    local_size: int = 1  # replicas per node
-
-    @property
-    def cost_s(self) -> float:
-        """Seconds for the progress that all-reduce makes in a step."""
-        return self.prediction.step_s * self.slow_down
+    sent_bytes: float
+    averaging_steps: float
+    local_size: int = 1
 
 
 def steps_per_averaging(schedule: Schedule) -> float:
@@ -97,56 +68,42 @@ def _left_after(schedule: Schedule, first: int, window: int) -> float:
     return float(np.linalg.eigvalsh(centred.T @ centred)[-1])  # the squared spectral norm
 
 
-def slow_down(
-    num_replicas: int,
-    steps_per_averaging: float,
-    tokens_per_parameter: float = TOKENS_PER_PARAMETER,
-) -> float:
-    """Steps that gossip needs, relative to all-reduce; see the module."""
-    length = (tokens_per_parameter / 40) ** _EXPONENT
-    return 1 + _AT_40 * math.sqrt(num_replicas * steps_per_averaging) * length
-
-
 def choices(
     network: Network,
     workload: Workload,
     *,
     schedules: Sequence[str] | None = None,
-    mix_every: Iterable[int] = (1, 2, 4, 8),
+    mix_every: Iterable[int] = (1,),
     wires: Sequence[str] = ("float32",),
     combine: Literal["with", "then"] = "with",
-    tokens_per_parameter: float = TOKENS_PER_PARAMETER,
-    largest_slow_down: float = 1.5,
 ) -> list[Choice]:
-    """All-reduce and every combination, least time to quality first.
+    """All-reduce and every combination, the best first.
 
     Args:
       schedules: names for `topology.make`; left out, all that exist for this network.
       mix_every, wires, combine: of `Gossip`; a wire that a schedule cannot have is left out.
-      largest_slow_down: leave out combinations that need more steps than this times all-reduce's.
     """
-    n = network.num_devices
-    found = []
+    n, model_bytes = network.num_devices, workload.model_bytes
     all_reduce = predict.algorithm_of("all_reduce", network, workload)
-    found.append(Choice(all_reduce, predict.predict(network, workload, all_reduce), 1.0))
+    sent = topology.make("complete", n).bytes_sent(model_bytes)
+    found = [Choice(all_reduce, predict.predict(network, workload, all_reduce), sent, 0.0)]
     local_size = predict.local_size(network)
     for name in schedules or predict.available(network):
         if name in predict.ALL_REDUCES:
             continue
         schedule = topology.make(name, n, local_size=local_size)
         once = steps_per_averaging(schedule)
-        for every in mix_every:
-            slower = slow_down(n, every * once, tokens_per_parameter)
-            if slower > largest_slow_down:
-                continue
-            for wire in (wire for wire in wires if codes(schedule, wire)):
+        for every, wire in itertools.product(mix_every, wires):
+            if codes(schedule, wire):
                 algorithm = Gossip(schedule, every, combine, wire)
                 prediction = predict.predict(network, workload, algorithm, _label(algorithm))
-                found.append(Choice(algorithm, prediction, slower, local_size))
-    return sorted(found, key=_order)
+                sent = schedule.bytes_sent(model_bytes * workload.share(wire)) / every
+                found.append(Choice(algorithm, prediction, sent, every * once, local_size))
+    least_s = _EQUALLY_FAST * min(choice.prediction.step_s for choice in found)
+    return sorted(found, key=functools.partial(_order, least_s))
 
 
-def _order(choice: Choice) -> tuple[float, float, int]:
+def _order(least_s: float, choice: Choice) -> tuple[float, float, int]:
     """Equally good ones by their cliques: it is assumed, not measured, that small ones are faster.
 
     XLA's authors report permutes on GPUs that are 10 to 20 times as fast in a clique of few devices
@@ -155,7 +112,8 @@ def _order(choice: Choice) -> tuple[float, float, int]:
     largest = choice.prediction.num_replicas
     if isinstance(choice.algorithm, Gossip):
         largest = max(rnd.largest_clique for rnd in choice.algorithm.schedule.rounds)
-    return float(f"{choice.cost_s:.9g}"), float(f"{choice.slow_down:.9g}"), largest
+    step_s = max(choice.prediction.step_s, least_s)
+    return float(f"{step_s:.9g}"), float(f"{choice.averaging_steps:.9g}"), largest
 
 
 def _label(algorithm: Gossip) -> str:
@@ -168,21 +126,15 @@ def _label(algorithm: Gossip) -> str:
 
 
 def explain(found: Sequence[Choice]) -> str:
-    """The first choice in words, with the numbers behind it and when it would be another."""
+    """The first choice in words, all-reduce and the next best, with the numbers behind them."""
     best, reduced = found[0], next(filter(_is_all_reduce, found))
-    others = [choice for choice in found[1:] if not _is_all_reduce(choice)]
     sentences = [f"Take {best.prediction.label}: {_step(best)}"]
     if best is not reduced:
         more = reduced.prediction.step_s / best.prediction.step_s
-        sentences.append(
-            f"all_reduce is {reduced.cost_s / best.cost_s:.2f} times as slow: {_step(reduced)} It "
-            f"would win only if gossip needed more than {more:.2f} times its steps."
-        )
-    sentences += [
-        f"The next best is {choice.prediction.label}: {_step(choice)}" for choice in others[:1]
-    ]
-    if best.prediction.num_replicas > 8:
-        sentences.append("How many more steps gossip needs is extrapolated from 4 and 8 replicas.")
+        sentences.append(f"A step of all_reduce takes {more:.2f} times as long: {_step(reduced)}")
+    others = [choice for choice in found[1:] if not _is_all_reduce(choice)]
+    sentences += [f"The next best is {one.prediction.label}: {_step(one)}" for one in others[:1]]
+    sentences.append("These are times of steps; docs/results.md has measured losses.")
     return "\n".join(sentences)
 
 
@@ -193,11 +145,7 @@ def _step(choice: Choice) -> str:
         parts.append(f"{_ms(row.exposed_s)} communication that nothing hides")
     if row.waiting_s > 0.005 * row.step_s:
         parts.append(f"{_ms(row.waiting_s)} waiting for others")
-    words = f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
-    if choice.slow_down == 1:
-        return words
-    more = f"At {choice.slow_down:.2f} times the steps of all-reduce"
-    return f"{words} {more} that is as good as {_ms(choice.cost_s)}."
+    return f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
 
 
 def _is_all_reduce(choice: Choice) -> bool:
@@ -210,14 +158,14 @@ def _ms(seconds: float) -> str:
 
 def format_table(found: Sequence[Choice], most: int = 12) -> str:
     """The first ``most`` choices, and all-reduce wherever it comes."""
-    headings = ("", "step ms", "dominant", "steps, relative", "ms for the same progress")
+    headings = ("", "step ms", "dominant", "sent per step", "steps per averaging")
     rows = [
         (
             choice.prediction.label,
             f"{1e3 * choice.prediction.step_s:.1f}",
             choice.prediction.dominant,
-            f"{choice.slow_down:.2f}x",
-            f"{1e3 * choice.cost_s:.1f}",
+            format_bytes(choice.sent_bytes),
+            f"{choice.averaging_steps:.3g}" if choice.averaging_steps else "exact",
         )
         for k, choice in enumerate(found)
         if k < most or _is_all_reduce(choice)
