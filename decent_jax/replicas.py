@@ -249,26 +249,48 @@ def take(stacked: Any, replica: int) -> Any:
 
 def finite(stacked: Any) -> jax.Array:
     """(n,) bool: which replicas hold finite numbers only."""
-    flags = [
-        jnp.isfinite(x).reshape(len(x), math.prod(x.shape[1:])).all(axis=1)
-        for x in jax.tree.leaves(stacked)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    return jnp.stack(flags).all(axis=0)
+    leaves = jax.tree.leaves(stacked)
+    flags = [_finite(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    rows = len(leaves[0]) if leaves else 0
+    return jnp.stack(flags).all(axis=0) if flags else jnp.ones(rows, bool)
 
 
-def consensus_mean(stacked: Any, weights: jax.Array | None = None) -> Any:
+def _finite(x: jax.Array) -> jax.Array:
+    """(n,) bool: which rows are finite."""
+    return jnp.isfinite(x).reshape(len(x), math.prod(x.shape[1:])).all(axis=1)
+
+
+def consensus_mean(
+    stacked: Any, weights: jax.Array | None = None, counts: jax.Array | None = None
+) -> Any:
     """The consensus model: the mean over replicas, leaving out those that are not finite.
 
-    For whole numbers, such as counts of steps, it is the largest; for random keys the first.
+    For whole numbers, such as counts of steps, it is the largest; for random keys the first. An
+    array that no replica has finite, such as an optimizer's best loss before there is one, leaves
+    out nobody, and keeps its infinities.
 
     Args:
       stacked: arrays (n, ...).
       weights: (n,) how much each replica counts, see `decent_jax.optim.consensus_weights`; None:
         alike.
+      counts: (n,) bool, which replicas count; None: those that are finite. Of an optimizer's state
+        give ``finite(params)``: a replica is lost where its parameters are not finite.
     """
-    ok = finite(stacked)
-    return jax.tree.map(lambda x: _mean(x, ok, weights).astype(x.dtype), stacked)
+    ok = _sound(stacked) if counts is None else counts
+
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return _mean(x, ok)
+        rows = ok & _finite(x)
+        return _mean(x, jnp.where(rows.any(), rows, ok), weights).astype(x.dtype)
+
+    return jax.tree.map(mean, stacked)
+
+
+def _sound(stacked: Any) -> jax.Array:
+    """`finite`, but for the arrays that nobody has finite."""
+    flags = [_finite(x) for x in jax.tree.leaves(stacked) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return finite([jnp.where(of_x | ~of_x.any(), 0.0, jnp.nan) for of_x in flags])
 
 
 def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -300,7 +322,11 @@ class Consensus(NamedTuple):
 
 
 def consensus_distance(stacked: Any) -> Consensus:
-    """Distances of the replicas from their mean, in float32, over all leaves at once."""
+    """Distances of the replicas from their mean, in float32, over all leaves at once.
+
+    Whole numbers and random keys have none.
+    """
+    stacked = [x for x in jax.tree.leaves(stacked) if jnp.issubdtype(x.dtype, jnp.inexact)]
     ok = finite(stacked)
     mean = jax.tree.map(lambda x: _mean(x, ok), stacked)
 
@@ -314,6 +340,11 @@ def consensus_distance(stacked: Any) -> Consensus:
     return Consensus(distance, distance / jnp.sqrt(norm))
 
 
-def resize(stacked: Any, num_replicas: int, weights: jax.Array | None = None) -> Any:
+def resize(
+    stacked: Any,
+    num_replicas: int,
+    weights: jax.Array | None = None,
+    counts: jax.Array | None = None,
+) -> Any:
     """Another number of replicas, all equal: see `consensus_mean`."""
-    return broadcast(consensus_mean(stacked, weights), num_replicas)
+    return broadcast(consensus_mean(stacked, weights, counts), num_replicas)

@@ -31,16 +31,18 @@ def means(
     finite: (block,) bool, or None. A finite replica keeps the weight of members that are not; one
       that is not finite takes the mean of its finite members, NaN if there are none.
     """
-    if finite is None:
-        return [_sum(x, g, axis) / g for x in rows], None
 
     def mean(x):
+        wide = x.astype(permute.at_least_float32(x))
+        total = _sum(permute.clean(wide, finite), g, axis)
+        if finite is None:
+            return (total / g).astype(x.dtype)
         ok = expand(finite, x)
-        total = _sum(permute.clean(x, finite), g, axis)
-        count = expand(_sum(finite.astype(x.dtype), g, axis), x)
-        return jnp.where(ok, (total + (g - count) * x) / g, total / count)
+        count = expand(_sum(finite.astype(wide.dtype), g, axis), x)
+        return jnp.where(ok, (total + (g - count) * wide) / g, total / count).astype(x.dtype)
 
-    return [mean(x) for x in rows], _sum(finite.astype(jnp.float32), g, axis) > 0
+    known = None if finite is None else _sum(finite.astype(jnp.float32), g, axis) > 0
+    return [mean(x) for x in rows], known
 
 
 def mix(
@@ -77,14 +79,15 @@ def mix(
     never = None if after is None else axis.lift(_never(after)).any()
 
     def mix_leaf(leaf):
-        total = groups.sums(permute.clean(axis.lift(leaf), finite))
+        wide = axis.lift(leaf).astype(permute.at_least_float32(leaf))
+        total = groups.sums(permute.clean(wide, finite))
         size = rnd.group_size if count is None else expand(count, total)
         own = total / jnp.asarray(size, total.dtype)  # 0 / 0 if no member is finite: weight 0
         received = [permute.receive(own, send, parts) for send in between.sends]
         mixed = permute.weighted_sum([own, *received], weights, finite is not None)
         if never is not None:
             mixed = jnp.where(never, jnp.zeros_like(mixed), mixed)
-        return groups.given_back(mixed, leaf.shape)
+        return groups.given_back(mixed.astype(leaf.dtype), leaf.shape)
 
     return permute.together(mix_leaf, leaves, axis)
 

@@ -320,11 +320,14 @@ def _received(tree: Any, send: Send, axis: ReplicaAxis) -> Any:
 
 
 def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
-    """The mean over all replicas, for the all-reduce baseline. Shapes and dtypes unchanged."""
+    """The mean over all replicas, for the all-reduce baseline. Shapes and dtypes unchanged.
+
+    As in all sums over replicas, 16-bit numbers are added in float32, and rounded once.
+    """
     axis = ReplicaAxis.over(axis_name)
 
     def mean_leaf(leaf):
-        total = cpu.sum_rows(axis.lift(leaf))
+        total = cpu.sum_rows(axis.lift(leaf).astype(permute.at_least_float32(leaf)))
         if axis.device_axis:
             total = jax.lax.psum(total, axis.device_axis)
         return (total / (axis.devices * axis.block)).astype(leaf.dtype)
@@ -357,19 +360,21 @@ def mean_coded(
     def mean_leaf(x, parts):
         rows = jax.tree.map(axis.gathered, parts)
 
+        wide = permute.at_least_float32(x)
+
         def norm(_, part):
-            return None, jnp.linalg.norm(codec.decode(part, x))
+            return None, jnp.linalg.norm(codec.decode(part, x).astype(wide))
 
         def add(total, given):
             part, factor = given
-            return total + factor * codec.decode(part, x), None
+            return total + factor * codec.decode(part, x).astype(wide), None
 
-        factors = jnp.ones(replicas, x.dtype)
+        factors = jnp.ones(replicas, wide)
         if clipped:
             _, norms = jax.lax.scan(norm, None, rows)
             factors = jnp.minimum(1, jnp.median(norms) / (norms + 1e-8))
-        total, _ = jax.lax.scan(add, 0 * x, (rows, factors))
-        return total / replicas
+        total, _ = jax.lax.scan(add, 0 * x.astype(wide), (rows, factors))
+        return (total / replicas).astype(x.dtype)
 
     return put_back(map(mean_leaf, leaves, sent)), put_back(own)
 

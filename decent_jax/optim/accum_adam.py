@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decent_jax.gossip.permute import at_least_float32
 from decent_jax.optim import require
 
 
 class ScaleByAccumAdamState(NamedTuple):
-    """State of `scale_by_accum_adam`; ``mu``, ``nu`` and ``window`` are shaped like the params."""
+    """State of `scale_by_accum_adam`; ``mu``, ``nu`` and ``window`` are shaped like the params.
+
+    They are in float32 at least: in bfloat16 b2 = 0.999 is 1, and v would never decay.
+    """
 
     # shape=(), dtype=int32: steps taken
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -76,11 +80,13 @@ def scale_by_accum_adam(
     is_adam = isinstance(accum_steps, int) and accum_steps == 1
 
     def init(params):
-        mu, nu, window = (optax.tree.zeros_like(params) for _ in range(3))
+        mu, nu, window = (
+            jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x)), params) for _ in range(3)
+        )
         return ScaleByAccumAdamState(jnp.zeros((), jnp.int32), mu, nu, None if is_adam else window)
 
     def update(updates, state, params=None):
-        g = updates
+        g = jax.tree.map(lambda m, g: g.astype(m.dtype), state.mu, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps
         mu, nu = moment(b1, state.mu, g, 1), moment(b2, state.nu, g, 2)

@@ -136,8 +136,8 @@ def decentralized(
         return mix(trees.add(params, update), round, local.count), own, inner, ok
 
     if combine == "then":
-        return method(inner, adapt_then_combine)
-    early = EarlyMixing(*method(inner, adapt_with_combine))
+        return method(inner, adapt_then_combine, axis_name=axis_name)
+    early = EarlyMixing(*method(inner, adapt_with_combine, axis_name=axis_name))
     early.mix = lambda params, state, round: mix(params, round, state.count)
     return early
 
@@ -214,7 +214,8 @@ def gossiped_momentum(
         x, mixed = mix_both(trees.add(params, update), inner, round, local.count)
         return x, own, put_back(inner, mixed), ok
 
-    tx = method(inner, adapt_with_combine if combine == "with" else adapt_then_combine)
+    step = adapt_with_combine if combine == "with" else adapt_then_combine
+    tx = method(inner, step, axis_name=axis_name)
 
     def init(params):
         state: Any = tx.init(params)
@@ -285,7 +286,7 @@ def all_reduce(
         return trees.add(params, update), own, inner, ok
 
     keeps = (lambda params: ()) if codec is None else optax.tree.zeros_like
-    return no_rounds(method(inner, step, keeps))
+    return no_rounds(method(inner, step, keeps, axis_name=None))
 
 
 register(Method("all_reduce", all_reduce, ADAM_FIRST, BOTH))

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
+from decent_jax.gossip.permute import ReplicaAxis
 from decent_jax.optim import require, trees
 from decent_jax.topology import Schedule
 
@@ -44,6 +44,7 @@ class Local:
     state: the method's state before the step.
     optimizer: the local optimizer.
     extra: further arguments for it.
+    replica: gives the number of this replica; None: all replicas make the same update.
     """
 
     grads: Any
@@ -53,6 +54,7 @@ class Local:
     state: GuardedState
     optimizer: optax.GradientTransformationExtraArgs
     extra: dict[str, Any]
+    replica: Callable[[], jax.Array] | None = None
 
     @property
     def count(self) -> jax.Array:
@@ -63,13 +65,13 @@ class Local:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
-        costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
-        smallest array of the update, which shows what spoils all of it (a learning rate, a moment).
-        Other numbers that are not finite are left out one by one; Adam with ``eps`` above 0 has
-        none if the norm of the gradient is finite. So mixing, moments, decay and check are one
-        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
-        times the bytes of the parameters in decentralized Adam, and held one more copy of them
-        (`benchmarks/speed/programs.py`).
+        costs one more pass over memory. We check the gradient, whose norm we need anyway, the first
+        number of every array of the update and its smallest array, which show what spoils all of
+        it (a learning rate, a moment). Other numbers that are not finite are left out one by one;
+        Adam with ``eps`` above 0 has none if the norm of the gradient is finite. So mixing,
+        moments, decay and check are one pass, on GPUs one kernel per array. Checking the whole
+        update first moved 18 instead of 10 times the bytes of the parameters in decentralized Adam,
+        and held one more copy of them (`benchmarks/speed/programs.py`).
 
         Returns:
           The update, like ``params``; the local optimizer's state after it; and () bool, whether it
@@ -77,9 +79,10 @@ class Local:
         """
         old = self.state.inner
         given = self.extra if self.value is None else {"value": self.value, **self.extra}
-        change, inner = self.optimizer.update(self.grads, old, params, **given)
+        state = old if self.replica is None else trees.with_own_keys(old, self.replica)
+        change, inner = self.optimizer.update(self.grads, state, params, **given)
         ok = trees.acceptable(self.grads, self.value)
-        ok &= trees.all_finite(trees.smallest(change)) & self.active
+        ok &= trees.all_finite(trees.samples(change)) & self.active
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
@@ -90,6 +93,7 @@ def method(
     inner: optax.GradientTransformation | None,
     step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]],
     own: Callable[[Any], Any] = lambda params: (),
+    axis_name: AxisName | None = "replica",
 ) -> optax.GradientTransformationExtraArgs:
     """A method from one step of it, the code of one replica.
 
@@ -101,11 +105,13 @@ def method(
       step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
         ``local(params)`` returns them.
       own: the method's own state at the start, from the parameters.
+      axis_name: the axis that counts replicas, which then draw different random numbers; None: all
+        make the same update, and nothing else moves their parameters.
 
     Returns:
       A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required), ``value``,
       this replica's loss, ``active``, False for a replica that makes no update of its own in this
-      step, and ``mixed``, see `EarlyMixing`.
+      step, ``mixed``, see `EarlyMixing`, and ``replica``, its number where no axis counts it.
     """
     if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
         made = getattr(inner, "__name__", None)
@@ -115,6 +121,8 @@ def method(
 
     def init(params):
         gossip.mixable(params)  # refuses the arrays that it must not get, by their names
+        if axis_name is not None:
+            require.mixes(optimizer, params)
         # Arrays of their own: a donated state must not hold one twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
@@ -128,6 +136,7 @@ def method(
         value=None,
         active=True,
         mixed=None,
+        replica=None,
         **extra,
     ):
         how = "call update(grads, state, params, round=schedule.round_at(step))"
@@ -136,7 +145,13 @@ def method(
         if round is _LEFT_OUT:
             raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
         gossip.number(round)  # refuses a traced one before a method looks at it
-        local = Local(updates, value, mixed, active, state, optimizer, extra)
+
+        def number():
+            assert axis_name is not None
+            return ReplicaAxis.over(axis_name).replica() if replica is None else replica
+
+        which = None if axis_name is None else number
+        local = Local(updates, value, mixed, active, state, optimizer, extra, which)
         after, kept, inner, ok = step(params, state.own, round, local)
         change = jax.tree.map(lambda new, old: new - trees.or_zero(old), after, params)
         failed = ~ok & active
@@ -243,7 +258,7 @@ def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | N
     """The key of the codec's seed in step ``count``, the same on all replicas; None without one."""
     if codec is None:
         return None
-    words = np.array([codec.seed % 2**32 ^ codec.seed >> 32, nth], np.uint32)
+    words = jnp.array([codec.seed % 2**32 ^ codec.seed >> 32, nth], jnp.uint32)
     return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), count)
 
 
@@ -273,11 +288,13 @@ def mean_with_feedback(
     return mean, optax.tree.sub(error, sent)
 
 
-def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The method as in steps without a round, whatever ``round`` says."""
+def no_rounds(
+    tx: optax.GradientTransformationExtraArgs, replica: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The method as in steps without a round, whatever ``round`` says; see `method` for replica."""
 
     def update(updates, state, params=None, **given):
-        return tx.update(updates, state, params, **given | {"round": None})
+        return tx.update(updates, state, params, **given | {"round": None, "replica": replica})
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -108,7 +108,7 @@ def outer_steps(
         states = [rule.init(_taken(params, which)) for which in fragments_of(params, fragments)]
         return OuterState(trees.copy(params), tuple(states))
 
-    tx = frame.method(inner, step, own)
+    tx = frame.method(inner, step, own, mixing.axis_name)
     if not delay:
         return tx
     delayed = frame.Delayed(*tx)

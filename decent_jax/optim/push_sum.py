@@ -48,7 +48,7 @@ def push_sum(
         x, w = mixing((x, own.w), round, local.count)
         return trees.scale(1 / w, x), PushSumState(w), inner, ok
 
-    return frame.method(inner, step, lambda params: PushSumState(jnp.ones((), float)))
+    return frame.method(inner, step, lambda params: PushSumState(jnp.ones((), float)), axis_name)
 
 
 def consensus_weights(opt_state: Any) -> jax.Array | None:

@@ -3,7 +3,11 @@
 import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.extend.core import Literal
 
 from decent_jax.ground.format import shown
 from decent_jax.topology import Schedule
@@ -28,6 +32,53 @@ def combine(order: str) -> None:
     """An order that exists."""
     if order not in ("with", "then"):
         raise ValueError(f"combine must be 'with' or 'then', got {order!r}")
+
+
+# They keep the first parameters only to measure how far they have come.
+_MEASURE = (optax.contrib.DoGState, optax.contrib.DoWGState)
+# They estimate their rate from gradients that must vanish at the optimum, as a replica's do not.
+_ESTIMATE = (
+    optax.contrib.DAdaptAdamWState,
+    optax.contrib.ProdigyState,
+    optax.ScaleByRpropState,
+)
+
+
+def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
+    """A local optimizer that goes on from parameters that mixing has moved.
+
+    One that keeps a copy of the parameters sets them from it, and so takes back what mixing did.
+    """
+
+    def kept(x):
+        if isinstance(x, _ESTIMATE):
+            raise ValueError(
+                f"{type(x).__name__.removesuffix('State')} estimates its learning rate, which "
+                "grows without end where replicas have different gradients; use all_reduce, or "
+                "another local optimizer, such as optax.adamw"
+            )
+        return () if isinstance(x, _MEASURE) else x
+
+    def state(params):
+        found = optimizer.init(params)
+        return jax.tree.map(kept, found, is_leaf=lambda x: isinstance(x, _MEASURE + _ESTIMATE))
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    program, shape = jax.make_jaxpr(state, return_shape=True)(shapes)
+    made = {out: eqn for eqn in program.eqns for out in eqn.outvars}
+    paths = jax.tree_util.tree_leaves_with_path(shape)
+    for (path, _), var in zip(paths, program.jaxpr.outvars, strict=True):
+        while not isinstance(var, Literal) and var in made:
+            eqn = made[var]
+            if eqn.primitive.name not in ("copy", "copy_p", "convert_element_type"):
+                break
+            var = eqn.invars[0]
+        if var in program.jaxpr.invars:
+            raise ValueError(
+                "the local optimizer keeps a copy of the parameters "
+                f"({jax.tree_util.keystr(path)}), which mixing would not move; use another one, "
+                "such as optax.adamw, or all_reduce"
+            )
 
 
 def is_schedule(method: str, given: Any) -> None:

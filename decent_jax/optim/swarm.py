@@ -124,7 +124,7 @@ def swarm(
         y = jnp.float32(distance) if quantises else None
         return SwarmState(y, None if blocking else trees.copy(params))
 
-    return frame.method(inner, step, own)
+    return frame.method(inner, step, own, axis_name)
 
 
 def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:

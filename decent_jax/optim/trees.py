@@ -12,7 +12,7 @@ parameters that are not finite.
 For other arithmetic there is `optax.tree`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -61,9 +61,28 @@ def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
     return _all(flags)
 
 
-def smallest(tree: Any) -> Any:
-    """The array with the fewest numbers, among those that have any."""
-    return min((x for x in jax.tree.leaves(tree) if x.size), key=lambda x: x.size, default=())
+def samples(tree: Any) -> list[jax.Array]:
+    """The array with the fewest numbers, and the first number of every other."""
+    leaves = sorted((x for x in jax.tree.leaves(tree) if x.size), key=lambda x: x.size)
+    return [*leaves[:1], *(x[(slice(1),) * x.ndim] for x in leaves[1:])]
+
+
+def with_own_keys(state: Any, replica: Callable[[], jax.Array]) -> Any:
+    """An optimizer's state whose random keys, equal at first, are those of this replica.
+
+    Keys are arrays of a key type, and those of uint32 in a field whose name ends in "key".
+    """
+
+    def own(path, x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            number = replica()
+            return jax.vmap(lambda key: jax.random.fold_in(key, number))(x.ravel()).reshape(x.shape)
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if x.dtype == jnp.uint32 and x.ndim == 1 and name.endswith("key"):
+            return jax.random.fold_in(x, replica())
+        return x
+
+    return jax.tree_util.tree_map_with_path(own, state)
 
 
 def _all(flags: Iterable[jax.Array]) -> jax.Array:

@@ -108,11 +108,14 @@ def forget(folder: Path, first: int) -> None:
 
 
 @contextlib.contextmanager
-def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experiment, Workdir]]:
+def open_run(
+    config: ConfigDict, workdir: str | Path, slot: int = 0
+) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one replica with the steps, durations and learning rate of the whole run.
 
     Its optimizer makes local steps only, and takes its rate from the counts that
-    `Boundary.at_progress` sets; `Boundary.meet` does what a method does in a round.
+    `Boundary.at_progress` sets; `Boundary.meet` does what a method does in a round. Its random
+    numbers are those of the slot.
 
     Raises:
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
@@ -140,14 +143,14 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experime
             task.decay_mask,
             experiment.placement.axis_name,
         )
-        yield experiment._replace(config=own, tx=frame.no_rounds(tx)), work
+        yield experiment._replace(config=own, tx=frame.no_rounds(tx, slot)), work
 
 
 @contextlib.contextmanager
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one peer: its stream of data, its share of the batch, its folder."""
     config = ConfigDict(place.config)
-    with open_run(config, place.folder) as (experiment, work):
+    with open_run(config, place.folder, place.slot) as (experiment, work):
         size = config.batch_size // config.num_replicas
         task = experiment.task
         task.train_source = Stream(task.train_source, place.slot, place.num_streams, size)

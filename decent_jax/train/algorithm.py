@@ -6,11 +6,13 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -20,7 +22,7 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import format_bytes, shown
 from decent_jax.optim import METHODS, Method, Parts
-from decent_jax.topology import Schedule
+from decent_jax.topology import Schedule, make
 
 # First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
 NOT_HIDDEN = {"embedding", "lm_head", "fc"}
@@ -118,6 +120,44 @@ def optimizer_name(config: ConfigDict) -> str:
             f"{name!r}; leave optimizer.name empty for {allowed[0]}"
         )
     return name or allowed[0]
+
+
+def check_optimizer(config: ConfigDict, rate: optax.Schedule, params: Any) -> None:
+    """Check that a named optimizer updates such parameters from a gradient and a loss.
+
+    Args:
+      config, rate: of the run.
+      params: shapes of one replica's.
+
+    Raises:
+      ConfigError: it does not, in the words of whoever wrote it; or it is evaluated at other
+        parameters than those it trains.
+    """
+    name = optimizer_name(config)
+    if not is_dotted(name):
+        return
+    refusal = functools.partial(ConfigError.about, "optimizer.name", name)
+    tx = optax.with_extra_args_support(parts(config, make("complete", 1), rate).inner)
+
+    def state_and_change(params, loss):
+        state = tx.init(params)
+        return state, tx.update(params, state, params, value=loss)
+
+    try:
+        state, (change, _) = jax.eval_shape(state_and_change, params, jnp.float32(0))
+    except Exception as error:  # of anybody's code
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise refusal(
+            f"must update the parameters from their gradient and the loss ({why})"
+        ) from None
+    if jax.tree.structure(change) != jax.tree.structure(params):
+        raise refusal("must give an update of the shape of the parameters")
+    averages = optax.contrib.ScheduleFreeState
+    if any(
+        isinstance(x, averages)
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, averages))
+    ):
+        raise refusal("must be evaluated where it trains; schedule-free ones need another average")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,7 @@ def open_experiment(
             raise ConfigError(other, field="data.path", value=config.data.get("path"))
         steps, every, rate = durations(config, task)
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
-        _check_fits_the_model(config, task, tx, placement)
+        _check_fits_the_model(config, task, tx, rate, placement)
         check_batch(config, task.train_source, sharing * jax.process_count())
         # Said only now, since a run that is refused says nothing else.
         work.accept()
@@ -268,12 +268,13 @@ def train_batches(
     )
 
 
-def _check_fits_the_model(config, task, tx, placement) -> None:
+def _check_fits_the_model(config, task, tx, rate, placement) -> None:
     """Refuse what this machine cannot hold, and a method that cannot be used on such parameters."""
     params, model_state = jax.eval_shape(task.init, jax.random.key(0))
+    algorithm.check_optimizer(config, rate, params)
     try:
         kept = jax.eval_shape(tx.init, params)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
         ) from None

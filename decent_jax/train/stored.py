@@ -252,7 +252,8 @@ def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -
     def change(state):
         skipped = state.opt_state.skipped.sum()
         weights = optim.consensus_weights(state.opt_state)
-        state = replicas.resize(state, placement.num_replicas, weights)
+        sound = replicas.finite(state.params)
+        state = replicas.resize(state, placement.num_replicas, weights, sound)
         own = optim.with_equal_weights(state.opt_state.own)
         opt_state = optim.drop_window(state.opt_state._replace(own=own), accum_steps)
         # Updates skipped since the start keep their sum; whose they were is forgotten.

@@ -370,3 +370,30 @@ def test_messages_of_a_simulated_round_have_the_weights_of_the_receivers():
 
     given = jax.vmap(weight, axis_name="replica")(jnp.zeros((4, 1)))
     np.testing.assert_allclose(given, [matrix[i, i - 1] for i in range(4)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("form", ["vmap", "devices"])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_narrow_numbers_are_added_in_float32_and_rounded_once(dtype, form, guarded):
+    """Against float64: means of all and of groups, groups that send on, and the mean itself."""
+    n = 8
+    x = jnp.asarray(1 + np.random.default_rng(0).normal(size=(n, 500)), dtype)
+    names = ("complete", "hierarchical", "alternating_exp_ring", "one_peer_exp", "static_exp")
+    schedules = [topology.make(name, n, local_size=4) for name in names]
+    wanted = [s.matrix(0) @ np.float64(x) for s in schedules]
+    wanted.append(np.broadcast_to(np.float64(x).mean(0), x.shape))
+
+    def all_of_them(x):
+        finite = jnp.isfinite(x).all() if guarded else None
+        mixed = [gossip.mix(x, schedule, 0, finite=finite) for schedule in schedules]
+        return [*mixed, gossip.mean(x)]
+
+    run = harness.on_stack(all_of_them, form, n, n, check_vma=False)
+    for got, right in zip(run(x), wanted, strict=True):
+        assert got.dtype == dtype
+        ulp = float(jnp.finfo(dtype).eps) * np.maximum(np.abs(right), 2.0**-4)
+        assert (np.abs(np.float64(got) - right) <= 0.51 * ulp).all()
+    large = run(jnp.full((n, 4), 30000, dtype))
+    for got in large:
+        np.testing.assert_array_equal(np.float32(got), np.float32(jnp.asarray(30000, dtype)))

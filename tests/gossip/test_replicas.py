@@ -214,3 +214,51 @@ def test_push_sum_is_resized_to_what_it_conserves():
     resized = stored.change_replicas(state, replicas.place(2, jax.devices()[:1]), 1)
     np.testing.assert_allclose(resized.params["x"], np.stack([kept] * 2), atol=1e-6)
     np.testing.assert_array_equal(resized.opt_state.own.w, np.ones(2))
+
+
+def test_an_infinity_of_an_optimizers_state_loses_no_replica():
+    """The best loss of `reduce_on_plateau` is infinite before there is one, on all or on some."""
+    tx = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(accumulation_size=100))
+    x = jnp.arange(12.0).reshape(4, 3)
+    state = jax.vmap(tx.init)(x)
+    (y, alone), both = replicas.resize((x, state), 2), replicas.resize(state, 2)
+    np.testing.assert_allclose(y, np.broadcast_to(np.asarray(x).mean(0), (2, 3)))
+    for found in (alone, both):
+        assert np.isinf(found[1].best_value).all()
+        assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves(found))
+    # Of one replica only, and a moment of another: their parameters are finite, so they count.
+    state = (state[0], state[1]._replace(best_value=jnp.array([jnp.inf, 1.0, 2.0, 3.0])))
+    moved = replicas.resize((x, state), 2, counts=replicas.finite(x))
+    np.testing.assert_allclose(moved[0], y)
+    np.testing.assert_allclose(moved[1][1].best_value, [2.0, 2.0])
+
+
+def test_a_replica_whose_parameters_are_lost_does_not_count():
+    x = {"a": jnp.array([[1.0], [2.0], [6.0]]), "b": jnp.array([1.0, jnp.nan, 3.0])}
+    y = replicas.resize(x, 2)
+    np.testing.assert_allclose(y["a"], [[3.5], [3.5]])
+    np.testing.assert_allclose(y["b"], [2.0, 2.0])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_any_state_becomes_that_of_another_number_of_replicas(jitted):
+    """Random keys of both kinds, whole numbers, empty states, 16-bit numbers."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    state = {
+        "typed": keys,
+        "raw": jax.random.key_data(keys),
+        "counts": jnp.arange(4),
+        "flags": jnp.ones(4, bool),
+        "none": jnp.zeros((4, 0)),
+        "half": jnp.full((4, 2), 30000, jnp.float16),
+        "sgd": jax.vmap(optax.sgd(0.1).init)(jnp.zeros((4, 2))),
+    }
+    for tree in (state, state["sgd"], {"k": keys}, {"counts": jnp.arange(4)}):
+        resize = jax.jit(replicas.resize, static_argnums=1) if jitted else replicas.resize
+        found = resize(tree, 2)
+        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+            assert new.dtype == old.dtype and new.shape == (2, *old.shape[1:])
+    assert replicas.consensus_distance(state).distance == 0
+    assert replicas.finite(state).shape == (4,)
+    np.testing.assert_array_equal(replicas.resize(state, 3)["half"], np.full((3, 2), 30000))

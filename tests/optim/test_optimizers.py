@@ -116,13 +116,12 @@ def test_complex_numbers_as_in_optax():
     np.testing.assert_allclose(*both, rtol=1e-9)
 
 
-def test_moments_are_shaped_and_typed_like_the_parameters():
-    params = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros(4)}
+def test_moments_are_shaped_like_the_parameters_in_float32_at_least():
+    params = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros(4, jnp.complex64)}
     state = optim.scale_by_accum_adam(accum_steps=2).init(params)
     for part in (state.mu, state.nu, state.window):
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), params
-        )
+        assert {key: x.shape for key, x in part.items()} == {"a": (2, 3), "b": (4,)}
+        assert {key: x.dtype for key, x in part.items()} == {"a": jnp.float32, "b": jnp.complex64}
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def choco(
         return x, ChocoState(s, x_hat), inner, ok
 
     begin = trees.copy if identical_start else optax.tree.zeros_like
-    return frame.method(inner, step, frame.filled(ChocoState, begin))
+    return frame.method(inner, step, frame.filled(ChocoState, begin), axis_name)
 
 
 def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:

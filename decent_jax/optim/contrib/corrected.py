@@ -87,7 +87,8 @@ def _diffusion(inner, mixing, half):
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
         return x, DiffusionState(psi), inner, ok
 
-    return frame.method(inner, step, frame.filled(DiffusionState, trees.copy))
+    own = frame.filled(DiffusionState, trees.copy)
+    return frame.method(inner, step, own, mixing.axis_name)
 
 
 class TrackingState(NamedTuple):
@@ -154,7 +155,7 @@ def gradient_tracking(
             x = mixing(x, round, local.count)
         return x, TrackingState(g, q), inner, ok
 
-    return frame.method(inner, step, frame.filled(TrackingState))
+    return frame.method(inner, step, frame.filled(TrackingState), axis_name)
 
 
 register(Method("exact_diffusion", exact_diffusion, copies=1))

@@ -69,7 +69,7 @@ def quasi_global_sgd(
         m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
         return after, MomentumState(m), inner, ok
 
-    return frame.method(gradient, step, frame.filled(MomentumState))
+    return frame.method(gradient, step, frame.filled(MomentumState), axis_name)
 
 
 register(Method("quasi_global_sgd", quasi_global_sgd, ("sgd",), copies=1, section="quasi_global"))

@@ -1,0 +1,193 @@
+"""Any optimizer of optax inside `decentralized`: it mixes, or is refused in a sentence."""
+
+import inspect
+import warnings
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from decent_jax import optim, replicas, topology
+
+N = 4
+RING = topology.make("bidirectional_ring", N)
+NEEDS = {"noise_multiplier": 0.0, "seed": 0, "key": 0, "base_optimizer": optax.sgd(0.01)}
+
+
+def optimizers():
+    """Of optax and optax.contrib, those that take a learning rate, by name."""
+    found = {}
+    for module in (optax, optax.contrib):
+        for name, make in inspect.getmembers(module, inspect.isfunction):
+            takes = inspect.signature(make).parameters
+            if "learning_rate" not in takes or name.startswith(("_", "scale_by_")):
+                continue
+            required = [p.name for p in takes.values() if p.default is p.empty]
+            given = {key: NEEDS.get(key, 1.0) for key in required} | {"learning_rate": 0.01}
+            with warnings.catch_warnings(action="ignore"):  # that a key will be needed one day
+                found[name] = make(**given)
+    return found
+
+
+def start():
+    """Parameters whose gradient is zero, and parameters that each replica draws to a target."""
+    x = np.random.default_rng(0).normal(size=(N, 3))
+    return {"still": jnp.asarray(3 * x, jnp.float32), "own": jnp.zeros((N, 2, 2))}
+
+
+TARGETS = jnp.array([0.0, 1.0, 2.0, 5.0])
+
+
+def loss(x, target):
+    return 0.5 * jnp.square(x["own"] - target).sum()
+
+
+def run(txs, steps):
+    """Parameters and state after so many steps of each, in one program."""
+    tx = harness.together(txs)
+
+    def step(carry, _):
+        def own(xs, state, target):
+            updates, after = {}, {}
+            for key, x in xs.items():
+                value, grads = jax.value_and_grad(loss)(x, target)
+                updates[key], after[key] = txs[key].update(
+                    grads, state[key], x, round=0, value=value
+                )
+            return optim.apply_updates(xs, updates), after
+
+        return jax.vmap(own, axis_name="replica")(*carry, TARGETS), None
+
+    @jax.jit
+    def all_steps(x):
+        return jax.lax.scan(step, (x, jax.vmap(tx.init)(x)), length=steps)[0]
+
+    return all_steps(dict.fromkeys(txs, start()))
+
+
+@pytest.mark.parametrize("combine", ["with", "then"])
+def test_an_optimizer_mixes_or_is_refused(combine):
+    """Zero gradients bring replicas to their mean; with targets of their own they stay together."""
+    accepted, refused = {}, {}
+    for name, inner in optimizers().items():
+        tx = optim.decentralized(inner, RING, combine)
+        try:
+            x = jax.tree.map(lambda x: x[0], start())
+            state = jax.eval_shape(tx.init, x)
+            jax.eval_shape(lambda x, s, i=inner: i.update(x, s.inner, x, value=0.0), x, state)
+            accepted[name] = tx
+        except (TypeError, ValueError) as error:
+            refused[name] = str(error)
+    assert {"adamw", "muon", "noisy_sgd", "dog", "lamb"} <= set(accepted)
+    assert {"cocob", "madgrad", "schedule_free_sgd", "prodigy", "dadapt_adamw", "rprop"} <= set(
+        refused
+    )
+    assert set(refused) - {"lbfgs", "sophia", "dpsgd"} == {
+        name for name, why in refused.items() if "local optimizer" in why
+    }
+    x, _ = run(accepted, 300)
+    mean = start()["still"].mean(0, keepdims=True)
+    for name, found in x.items():
+        noise = 0.1 if name in ("noisy_sgd", "dpsgd") else 0.01
+        scale = 0.8 if name in ("fromage", "lion", "adamaxw", "adamw", "nadamw") else 1.0
+        apart = np.abs(found["still"] - found["still"].mean(0, keepdims=True)).max()
+        assert apart < noise, (name, apart)
+        far = np.abs(found["still"] - mean).max() / np.abs(mean).max()
+        assert far < 1 - scale + noise, (name, far)
+    spread = {name: np.ptp(np.asarray(found["own"]), axis=0).max() for name, found in x.items()}
+    assert not {name: far for name, far in spread.items() if far > 1.5}  # of the targets 5
+
+
+def bad_from(step):
+    return lambda t: jnp.where(t >= step, jnp.nan, 0.1)
+
+
+def frozen(label, where):
+    """Trained by Adam whose rate is NaN from step 2 on, but for the arrays ``where``."""
+    labels = {key: "f" if key in where else "t" for key in ("a", "b", "scalar")}
+    bad = optax.adam(bad_from(2))
+    if label == "partition":
+        return optax.partition({"t": bad, "f": optax.set_to_zero()}, labels)
+    return optax.chain(
+        bad, optax.masked(optax.set_to_zero(), {k: v == "f" for k, v in labels.items()})
+    )
+
+
+@pytest.mark.parametrize("where", [(), ("scalar",), ("scalar", "b"), ("a",)], ids=str)
+@pytest.mark.parametrize("label", ["partition", "masked"])
+def test_an_update_that_is_not_finite_is_seen_beside_frozen_arrays(label, where):
+    params = {"a": jnp.ones((N, 8, 2)), "b": jnp.ones((N, 3)), "scalar": jnp.ones(N)}
+    tx = optim.decentralized(frozen(label, where), RING)
+    one = jax.vmap(harness.step_of(tx, _ones, 0), axis_name="replica")
+    step, x, state = jax.jit(one), params, jax.vmap(tx.init)(params)
+    for _ in range(2):
+        x, state = step(x, state)
+    before = x
+    for _ in range(3):
+        x, state = step(x, state)
+    assert state.skipped.tolist() == state.failing.tolist() == [3] * N
+    jax.tree.map(np.testing.assert_array_equal, x, before)
+    moments = jax.tree.leaves(state.inner)
+    assert all(np.isfinite(leaf).all() for leaf in moments)
+
+
+def _ones(x):
+    return jax.tree.map(jnp.ones_like, x)
+
+
+NOISE = {
+    "noisy_sgd": optax.noisy_sgd(0.1, eta=1.0, gamma=0.0, key=jax.random.key(5)),
+    "raw key": optax.GradientTransformation(
+        lambda params: {"my_key": jax.random.PRNGKey(5)},
+        lambda updates, state, params=None: (
+            jax.random.normal(jax.random.fold_in(state["my_key"], 1), updates.shape),
+            {"my_key": jax.random.split(state["my_key"])[0]},
+        ),
+    ),
+    "inside": optax.partition(
+        {"all": optax.chain(optax.add_noise(1.0, 0.0, key=jax.random.key(0)), optax.sgd(0.1))},
+        "all",
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", NOISE.values(), ids=NOISE)
+def test_replicas_draw_noise_of_their_own(inner):
+    """Also after they were made equal; with all_reduce they draw the same, as they must."""
+
+    def drawn(tx, state):
+        one = jax.vmap(lambda x, s: tx.update(x, s, x, round=None), axis_name="replica")
+        return jax.jit(one)(jnp.zeros((N, 500)), state)
+
+    tx = optim.decentralized(inner, RING)
+    state = replicas.broadcast(tx.init(jnp.zeros(500)), N)
+    first, state = drawn(tx, state)
+    second, _ = drawn(tx, replicas.resize(state, N))
+    rows = np.corrcoef(np.concatenate([first, second]))
+    assert np.abs(rows - np.eye(2 * N)).max() < 0.2
+    plain = optim.all_reduce(inner)
+    same, _ = drawn(plain, replicas.broadcast(plain.init(jnp.zeros(500)), N))
+    assert (same == same[:1]).all() and (same[0] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_moments_of_narrow_parameters_are_float32(dtype):
+    """Large gradients are forgotten as a second moment in float32 forgets them."""
+    narrow, wide = jnp.zeros(2, dtype), jnp.zeros(2)
+    for window in (1, 4):
+        tx = optim.scale_by_accum_adam(accum_steps=window)
+
+        def directions(params, tx=tx):
+            def step(state, t):
+                g = jnp.where(t < 20, 1.0, 0.0625) * jnp.ones_like(params)
+                update, state = tx.update(g.astype(params.dtype), state, params)
+                return state, update
+
+            return jax.lax.scan(step, tx.init(params), jnp.arange(1500))[1][-1]
+
+        found, wanted = jax.jit(directions)(narrow), jax.jit(directions)(wide)
+        np.testing.assert_allclose(np.float32(found), wanted, rtol=1e-2)
+        assert wanted[0] > 0.2
