@@ -11,7 +11,6 @@ import pytest
 import tiny
 from refusals import refuses
 
-from decent_jax.commands import main as console
 from decent_jax.commands import status, supervise
 from decent_jax.ground import account, machine, run_state
 from decent_jax.ground.errors import RunError
@@ -65,6 +64,9 @@ def test_while_it_runs(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("*.jsonl"))
     (folder / "summary.json").unlink()
     shutil.rmtree(folder / "checkpoints")
+    for none in (tmp_path, tmp_path / "none"):
+        with refuses(none, error=RunError):
+            run_state.read(none)
     with open_workdir(folder, tiny.waves()), MetricWriter(folder) as writer:
         assert lines(folder)[0]["state"].startswith("starting (process ")
         writer.write(2, {"eval/top1": 0.5})
@@ -90,11 +92,6 @@ def test_while_it_runs(finished, tmp_path):
     assert lines(folder)[0]["state"].startswith("silent: ")
 
 
-def test_a_folder_with_nothing_but_its_lock(tmp_path):
-    with open_workdir(tmp_path / "run", tiny.waves()):
-        assert list(lines(tmp_path / "run")[0]) == ["state"]
-
-
 def test_what_failed_is_shown_once_the_newest_last(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     for number in (1, 2, 3, 3, 4, 5):
@@ -105,17 +102,6 @@ def test_what_failed_is_shown_once_the_newest_last(finished, tmp_path):
     said = found["failed"].split(" s ago: ")[1:]
     assert [words.split()[1] for words in said] == ["2", "3", "4", "5"]
     assert "2 more in " in found["failed"]
-
-
-def test_an_older_run_has_fewer_lines(finished, tmp_path):
-    """One that counts in epochs, from before ``run.json`` and the account of its time."""
-    folder = shutil.copytree(finished, tmp_path / "run")
-    for name in ("run.json", "goodput.json", "summary.json"):
-        (folder / name).unlink()
-    config = json.loads((folder / "config.json").read_text()) | {"epochs": 2.0}
-    write_json_atomic(folder / "config.json", config)
-    found, _ = lines(folder)
-    assert found["step"] == "12" and not {"goodput", "messages", "failed"} & set(found)
 
 
 def test_a_run_of_peers_has_a_row_for_each(tmp_path):
@@ -201,16 +187,6 @@ def test_the_kernel_counts_what_is_sent():
     ):
         client.sendall(bytes(1000))
     assert machine.sent_bytes()["inside_host"] >= before["inside_host"] + 1000
-
-
-def test_folders_that_are_no_run(tmp_path, finished):
-    with refuses(tmp_path / "none", error=RunError):
-        run_state.read(tmp_path / "none")
-    with refuses(tmp_path, error=RunError):
-        run_state.read(tmp_path)
-    with refuses(finished, error=RunError):
-        run_state.read(finished.parent)
-    assert console.main(["status", str(tmp_path)]) == 2
 
 
 def test_it_starts_without_jax_and_speaks_json(finished):

@@ -12,7 +12,6 @@ import time
 
 import pytest
 
-from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.progress import Progress, announce
 
 
@@ -52,16 +51,6 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_file_gets_a_line_for_each_row_and_note():
-    with file() as lines, Progress(600) as shown:
-        shown.update(60)  # only moves a bar
-        shown.update(120, {"loss": 2.41312, "tokens/s": 81234.5})
-        shown.note("saved")
-    row, note = lines()
-    assert all(words in row for words in ("120/600", "loss 2.413", "81.2k tokens/s", " left"))
-    assert note == "saved"
-
-
 def test_the_time_left_counts_neither_earlier_sessions_nor_waits(clock):
     with file() as lines, Progress(1000, start_step=500) as shown:
         for step in (510, 520):
@@ -73,12 +62,6 @@ def test_the_time_left_counts_neither_earlier_sessions_nor_waits(clock):
     assert [row.rpartition("  ")[2] for row in rows] == ["08:10 left", "08:00 left"]
 
 
-def test_a_run_whose_end_nobody_knows_has_no_time_left():
-    with file() as lines, Progress(None) as shown:
-        shown.update(120, {"loss": 2.41312})
-    assert lines() == ["step 120  loss 2.413"]
-
-
 def test_a_wait_says_what_it_was_for_and_how_it_ended():
     with file() as lines, announce("compiling"):
         pass
@@ -88,15 +71,6 @@ def test_a_wait_says_what_it_was_for_and_how_it_ended():
             time.sleep(0.001)
         raise KeyError
     assert lines()[0].startswith("restoring ... ended early after ")
-
-
-def test_brief_waits_need_not_be_told_and_a_refusal_says_only_why():
-    with file() as lines, announce("looking", brief=False, after_s=60):
-        pass
-    assert lines() == []
-    with file() as lines, pytest.raises(ConfigError), announce("looking", after_s=60):
-        raise ConfigError("there are none")
-    assert lines() == []
 
 
 def test_quiet_writes_nothing():
@@ -118,10 +92,3 @@ def test_a_terminal_gets_a_bar_below_the_notes():
     assert between == "a note in between" and note == "saved" and nothing == ""
     assert compiled.startswith("compiling the step ... done in ")
     assert all(words in last for words in ("100%", "600/600", "loss 2.112", "81.2k tokens/s"))
-
-
-def test_a_bar_fits_into_its_terminal():
-    columns = 60
-    with terminal(columns) as screen, Progress(600) as bar:
-        bar.update(300, {"loss": 2.413, "consensus": 0.012, "tokens/s": 81234.0})
-    assert max(map(len, screen)) <= columns and "50%" in screen[0]

@@ -3,19 +3,16 @@
 import itertools
 import json
 import threading
-import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import psutil
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from toys.waves import Waves
 
-from decent_jax.ground import account, machine
-from decent_jax.train import goodput, synchronous
+from decent_jax.ground import account
+from decent_jax.train import goodput
 from decent_jax.train.goodput import CAUSES, Clock, Idle
 from decent_jax.train.synchronous import Feed
 
@@ -64,6 +61,7 @@ def test_each_moment_counts_once_by_hand():
         "checkpoints": 1.0,
     }
     assert sum(spent.values()) == moved.at - 5.0 == 96.0
+    assert Clock(lambda: 7.0, began=4.0).spent()["start"] == 3.0
     assert account.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
     assert account.describe(spent, mfu=0.4) == (
         "goodput 70% of 1 min 36 s: 12% compiling, 9% evaluation, 4% data, 3% start, "
@@ -127,15 +125,6 @@ def test_over_sessions_the_sum_is_the_time_and_steps_are_those_that_stayed(sessi
         assert sum(spent.values()) == moved.at - pauses
         last = moved.clock.record(session["ends"])
         now = moved.at
-
-
-def test_a_session_that_begins_before_its_clock():
-    assert Clock(lambda: 7.0, began=4.0).spent()["start"] == 3.0
-    with goodput.session(100.0), goodput.session():
-        assert goodput.session_clock().spent()["start"] >= 100.0
-    assert goodput.session_clock().spent()["start"] < 100.0
-    by_psutil = time.time() - psutil.Process().create_time()
-    assert machine.process_seconds() == pytest.approx(by_psutil, abs=5)
 
 
 def test_waiting_for_data_while_the_devices_work_costs_nothing():
@@ -212,11 +201,6 @@ def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recov
     with pytest.raises(Killed):
         session(0.0, 12, killed_in=9)  # after eight steps, the checkpoint is of the sixth
     assert session(1000.0, 12) == {"steps": 120.0, "lost": 20.0, "recovery": 920.0}
-    # A session that ended as it should leaves no gap.
-    assert session(9000.0, 15) == {"steps": 150.0, "lost": 20.0, "recovery": 920.0}
-    # Without any checkpoint all steps are lost.
-    (tmp_path / "checkpoints").rename(tmp_path / "gone")
-    assert session(9999.0, 12) == {"steps": 120.0, "lost": 170.0, "recovery": 920.0}
 
 
 def test_a_damaged_account_begins_anew(tmp_path):
@@ -230,40 +214,16 @@ def test_a_damaged_account_begins_anew(tmp_path):
 # --- The peak of devices --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA A100-SXM4-40GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA A10G", 70.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
-        ("Tesla V100-SXM2-16GB", None),
-        ("cpu", None),
-    ],
-)
-def test_the_peak_of_a_device_by_its_name(kind, tera):
-    assert goodput.peak_of(kind) == (None if tera is None else pytest.approx(1e12 * tera))
-    pair = [SimpleNamespace(device_kind=kind), SimpleNamespace(device_kind="NVIDIA L4")]
-    both = goodput.peak(pair)
-    assert both == (None if tera is None else pytest.approx(1e12 * (tera + 121)))
-
-
-def test_mfu_of_rows_and_of_the_run_by_hand(tmp_path, monkeypatch):
-    """Devices of 1 MFLOP/s; the task says how much its model computes for an example."""
-    monkeypatch.setattr(synchronous, "peak", lambda devices: 1e6 * len(list(devices)))
-    folder = tiny.run(tiny.waves(steps=4), tmp_path)
-    rows = tiny.rows(folder)
-    for row in rows:
-        wanted = Waves.flops_per_example * 8 / row["perf/step_time_s"] / 1e6
-        assert row["perf/mfu"] == pytest.approx(wanted, rel=1e-5)
-    mfu = sorted(row["perf/mfu"] for row in rows)
-    assert tiny.summary(folder)["mfu"] == pytest.approx((mfu[1] + mfu[2]) / 2)
+def test_the_peak_of_devices_by_their_names():
+    """Not of parts of one, nor of those that are not in the table."""
+    tera = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.4}
+    tera |= {"NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA L4": 121.0, "NVIDIA L40S": 362.0}
+    tera |= {"NVIDIA GH200 480GB": 989.4, "NVIDIA H100 NVL": 835.5, "NVIDIA A10G": 70.0}
+    for kind, wanted in tera.items():
+        assert goodput.peak_of(kind) == pytest.approx(1e12 * wanted), kind
+    unknown = "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "cpu"
+    assert {goodput.peak_of(kind) for kind in unknown} == {None}
+    kinds = ["NVIDIA L4", "NVIDIA L40S", "cpu"]
+    devices = [SimpleNamespace(device_kind=kind) for kind in kinds]
+    assert goodput.peak(devices) is None
+    assert goodput.peak(devices[:2]) == pytest.approx(1e12 * 483)

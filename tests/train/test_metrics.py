@@ -80,15 +80,6 @@ def test_a_resumed_run_drops_the_torn_line_and_the_rows_past_its_step(tmp_path):
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_fresh_start_in_a_used_folder_and_a_file_of_one_torn_line(tmp_path):
-    write_rows(tmp_path, [10, 20])
-    MetricWriter(tmp_path).close()
-    assert steps_of(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1')
-    write_rows(tmp_path, [1, 2])
-    assert steps_of(tmp_path) == [1, 2]
-
-
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "summary.json"
     write_json_atomic(path, {"loss": np.float64(1.5), "best": math.inf, "shape": (1, np.int32(2))})
@@ -105,12 +96,6 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     assert written == {"path": str(tmp_path), "3": [0, 1]}
     assert path.read_text() == before
     assert sorted(os.listdir(tmp_path)) == ["config.json", "summary.json"]
-
-
-def test_a_quiet_writer_writes_nothing(tmp_path):
-    with MetricWriter(tmp_path / "run", quiet=True) as writer:
-        writer.write(1, {"a": 1.0})
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_row_by_hand(tmp_path):
