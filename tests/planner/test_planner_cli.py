@@ -50,28 +50,11 @@ def refused(capsys, *arguments):
     return err
 
 
-# --- what works ---------------------------------------------------------------------------------
-
-
-def test_network_says_what_a_network_is(capsys, tmp_path):
-    path = tmp_path / "cluster.json"
-    said = works(capsys, "network", *TWO, "--save", path).splitlines()
-    assert said == [
-        "8 devices in 2 nodes, 4 consecutive devices per node",
-        "inside a node: latency 5 us, bandwidth 2400 Gbit/s",
-        "between nodes: latency 30 us, bandwidth 25 Gbit/s",
-        "network card of a node: 25 Gbit/s",
-        str(path),
-    ]
-    assert works(capsys, "network", "--network", path).splitlines() == said[:-1]
-    alone = works(capsys, "network", "--network", path, "--nodes", 1).splitlines()
-    assert alone == ["4 devices in 1 nodes, 4 consecutive devices per node", said[1], said[3]]
-    network.regions({"Tokyo": 1, "Oregon": 2}).save(path)
-    assert works(capsys, "network", "--network", path).splitlines() == [
-        "3 devices in 3 nodes",
-        "between nodes: latency 5000 to 9.6e+04 us, bandwidth 0.523 to 2 Gbit/s",
-        "network card of a node: 2 Gbit/s",
-    ]
+def test_a_network_is_saved_and_read_in_part(capsys, tmp_path):
+    works(capsys, "network", *TWO, "--save", path := tmp_path / "cluster.json")
+    works(capsys, "network", "--network", path, "--nodes", 1, "--save", part := tmp_path / "1.json")
+    assert network.load(path).num_devices == 8
+    assert network.load(part).names == network.load(path).names[:4]
 
 
 def work_of(parameters=124e6, compute_s=0.2, **others):
@@ -193,7 +176,7 @@ def test_recommend_prints_and_writes_what_is_recommended(capsys, tmp_path):
     best, gossip = found[0], found[0].algorithm
     assert len(found) == 9
     parts = recommend.explain(found), recommend.format_table(found), "In the config:\n"
-    assert out.startswith("\n\n".join(parts)) and f"--config.cluster.plan={path}" in out
+    assert out.startswith("\n\n".join(parts))
     assert printed_fields(out) == recommend.config_fields(best)
     plan = plan_file.load(path)
     assert (plan.schedule.name, plan.mix_every) == (gossip.name, gossip.mix_every)
@@ -220,7 +203,7 @@ def test_all_reduce_follows_no_plan(capsys, tmp_path):
 def test_place_orders_replicas_and_draws(capsys, tmp_path):
     whole = two_sites(tmp_path)
     plan, picture = tmp_path / "plan.json", tmp_path / "p.png"
-    out = works(
+    works(
         capsys,
         *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", *HURRY),
         *("--schedule", "one_peer_exp", "--compute_s", 1.1, "--plan", plan, "--out", picture),
@@ -231,27 +214,9 @@ def test_place_orders_replicas_and_draws(capsys, tmp_path):
         evaluate(whole, found.schedule, 4e8, one, compute_s=1.1) for one in (None, order)
     )
     assert placed.mean_round_s < listed.mean_round_s and placed.round_s.count(1.1) == 2
-    for row, one in zip(out.splitlines()[2:4], (listed, placed), strict=True):
-        wanted = [one.mean_round_s, *one.round_s, one.disagreement_s, one.consensus_per_s]
-        found_here = list(map(float, row.split("|", 2)[2].replace("|", " ").split()))
-        assert found_here == pytest.approx(wanted, rel=5e-3)
-    assert "".join(f"{k:7}: {name}\n" for k, name in enumerate(found.devices)) in out
     expected = {"round_s": list(placed.round_s), "disagreement_s": placed.disagreement_s}
     assert found.expected == expected | {"mean_round_s": placed.mean_round_s}
     assert picture.exists()
-
-
-def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
-    """DT-FM's case 4 by its published total."""
-    arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
-    arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
-    arguments += ["--out", picture := tmp_path / "p.png"]
-    out = works(capsys, *arguments, *HURRY, "--plan", path := tmp_path / "plan.json")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
-    plan = plan_file.load(path)
-    assert (plan.stages, plan.schedule.num_replicas, plan.layers) == (8, 8, ())
-    assert f"stage 0: {' '.join(plan.devices[::8])}" in out  # of the eight replicas
 
 
 def test_place_exchanges_machines_until_the_step_is_shortest(capsys, tmp_path):
@@ -282,7 +247,6 @@ def test_place_exchanges_machines_until_the_step_is_shortest(capsys, tmp_path):
     found = plan_file.load(path)
     stages = np.array(found.device_order(whole.names)).reshape(2, 2).T
     assert found.layers == (k := layers_of(stages), 7 - k)
-    assert f"layers of the stages: {k},{7 - k}\n" in out
     every = [np.reshape(one, (2, 2)) for one in itertools.permutations(range(4))]
     assert seconds_of(stages) == pytest.approx(min(map(seconds_of, every)))
     for name in ORDERS:
@@ -324,26 +288,20 @@ def test_planning_does_not_import_jax():
     assert done.stdout.endswith("set()\n")
 
 
-# --- what is refused ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        ([], "COMMAND"),
-        (["guess"], "guess"),
         (["predict"], "--network"),
         (["predict", "--network", "nowhere", *MODEL], "got 'nowhere'"),
         (["predict", *CLUSTER, *MODEL], "--nodes"),
         (["predict", *TWO, "--parameters", "1e6"], "--compute_s"),
         (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s"),
-        (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
         (["predict", *TWO, *MODEL, "--trace", "x"], "--trace"),
         (["predict", *TWO, *MODEL, "--wire", "int3"], "--wire"),
-        (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no.py"),
         (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "dtfm_case1"),
         (["recommend", *TWO, *MODEL, "--wires", "int3"], "--wires"),
         (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
+        (["recommend", *TWO, *MODEL, "--plan", "nowhere/plan.json"], "nowhere"),
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "hypercube"),
         (["place", *TWO, *PLACED, "--stages", "2"], "--replicas"),
         (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "--compute_s"),
@@ -354,21 +312,3 @@ def test_planning_does_not_import_jax():
 )
 def test_bad_flags_are_one_sentence_that_names_them(capsys, arguments, named):
     assert named in refused(capsys, *arguments)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["network", "--save"],
-        ["predict", *MODEL, "--out"],
-        ["recommend", *MODEL, "--plan"],
-        ["place", *PLACED, "--plan"],
-    ],
-    ids=lambda command: f"{command[0]} {command[-1]}",
-)
-def test_files_that_cannot_be_written_are_refused_before_the_work(capsys, tmp_path, command):
-    name, *flags = command
-    nowhere = tmp_path / "nowhere" / ("x.png" if flags[-1] == "--out" else "x.json")
-    err = refused(capsys, name, *CLUSTER, "--nodes", 2, *flags, nowhere)
-    assert f"{flags[-1]}: " in err and str(nowhere) in err
-    assert not list(tmp_path.iterdir())

@@ -6,6 +6,8 @@ import itertools
 import numpy as np
 import pytest
 from clusters import BETWEEN, INSIDE, cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import topology
@@ -27,14 +29,6 @@ def permute_s(whole, sources, num_bytes):
 # --- transfers ----------------------------------------------------------------------------------
 
 
-def test_one_transfer_alone_takes_latency_and_bytes_over_bandwidth():
-    whole = cluster(2, 4)
-    sources = np.full(8, -1)
-    sources[5] = 1
-    assert permute_s(whole, sources, MODEL) == pytest.approx(1e-4 + 1.0)
-    assert permute_s(whole, sources, MODEL) == pytest.approx(whole.transfer_s(1, 5, MODEL))
-
-
 def test_transfers_share_the_card_of_a_node_and_not_its_inside():
     whole = cluster(2, 4)
     across = (np.arange(8) + 4) % 8  # all four devices of each node at once, both directions
@@ -51,41 +45,27 @@ def test_replicas_that_receive_nothing_or_their_own_take_no_time():
     assert stage.duration_s[0] == stage.duration_s[1] > 0  # the sender is busy as long
 
 
-def fill_slowly(limits, users, capacity, step=1e-3):
-    """Max-min fairness by its definition: all rates grow together until something is full."""
-    rates, growing = np.zeros(len(limits)), np.ones(len(limits), bool)
-    while growing.any():
-        rates[growing] += step
-        load = np.array([sum(rates[k] for k in group) for group in users])
-        for group, used, most in zip(users, load, capacity, strict=True):
-            if used >= most:
-                growing[list(group)] = False
-        growing &= rates < limits
-    return rates
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 1180])
-def test_rates_are_max_min_fair(seed):
-    """The oracle's step of 1e-3, taken by each of eight transfers too much, is its error."""
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_rates_are_max_min_fair(seed, count):
+    """By its definition: each is as fast as its link, or has the most of a card that is full."""
     rng = np.random.default_rng(seed)
-    nodes, size = 3, 2
+    links, cards = rng.uniform(0.2, 1.0, (6, 6)), rng.uniform(0.2, 1.0, 3)
     whole = network.Network(
-        np.zeros((6, 6)),
-        rng.uniform(0.2, 1.0, (6, 6)),
-        np.repeat(np.arange(nodes), size),
-        rng.uniform(0.2, 1.0, nodes),
-        tuple("abcdef"),
+        np.zeros((6, 6)), links, np.repeat(np.arange(3), 2), cards, tuple("abcdef")
     )
     pairs = np.array(list(itertools.permutations(range(6), 2)))
-    sources, targets = pairs[rng.choice(len(pairs), 8, replace=False)].T
+    sources, targets = pairs[rng.choice(len(pairs), count, replace=False)].T
+    rates = costs.rates(whole, sources, targets)
+    most = rates >= links[sources, targets] * (1 - 1e-9)
+    assert (rates <= links[sources, targets] * (1 + 1e-9)).all()
     out, into = whole.node[sources], whole.node[targets]
-    leaves = out != into
-    users = [np.flatnonzero(leaves & (out == k)) for k in range(nodes)]
-    users += [np.flatnonzero(leaves & (into == k)) for k in range(nodes)]
-    wanted = fill_slowly(
-        whole.bandwidth_bytes_per_s[sources, targets], users, np.tile(whole.nic_bytes_per_s, 2)
-    )
-    np.testing.assert_allclose(costs.rates(whole, sources, targets), wanted, atol=8e-3)
+    for card, node in itertools.product((out, into), range(3)):
+        users = (card == node) & (out != into)
+        assert rates[users].sum() <= cards[node] * (1 + 1e-9)
+        if rates[users].sum() >= cards[node] * (1 - 1e-9):
+            most |= users & (rates >= rates[users].max() * (1 - 1e-9))
+    assert most.all()
 
 
 # --- all-reduce ---------------------------------------------------------------------------------
@@ -98,13 +78,6 @@ def test_a_ring_of_equal_links_has_its_closed_form(n):
     assert costs.all_reduce_s(flat(n), MODEL, "ring") == pytest.approx(wanted)
     [stage] = [costs.ring_phase(flat(n), [np.arange(n)], MODEL, laps=1)]
     assert stage.duration_s.max() == pytest.approx(wanted / 2)
-
-
-def test_a_ring_over_nodes_crosses_each_card_once_a_direction():
-    """The slow link sets the pace: 2 (n - 1) chunks of 1/n pass it, at the card's full rate."""
-    n = 16
-    wanted = 2 * (n - 1) / n * MODEL / 1e9
-    assert costs.all_reduce_s(cluster(4, 4), MODEL, "ring") == pytest.approx(wanted, rel=0.02)
 
 
 def ring_chunk_by_chunk(chunk_s, latency_s, steps):
@@ -131,17 +104,10 @@ def test_a_ring_of_unequal_links_is_what_a_loop_over_chunks_gives():
 
 
 def test_trees_carry_twice_the_data_on_a_card_and_the_data_once_between_two_nodes():
-    latency = 2 * np.ceil(np.log2(16)) * 1e-4
-    many = costs.all_reduce_s(flat(16), MODEL, "tree")
-    assert many == pytest.approx(2 * MODEL / 1e9, rel=0.01)
-    assert 0 < many - 2 * MODEL / 1e9 < 2 * latency
-    assert costs.all_reduce_s(flat(5), MODEL, "tree") == pytest.approx(2 * MODEL / 1e9, rel=0.01)
-    assert costs.all_reduce_s(flat(2), MODEL, "tree") == pytest.approx(MODEL / 1e9, rel=0.01)
-
-
-@pytest.mark.parametrize(("n", "hops"), [(2, 1), (4, 2), (5, 3), (8, 3)])
-def test_a_tree_takes_the_latency_of_its_longest_way_up_and_down(n, hops):
-    assert costs.all_reduce_s(flat(n), 0.0, "tree") == pytest.approx(2 * hops * 1e-4)
+    for n, hops in ((2, 1), (4, 2), (5, 3), (8, 3)):  # the longest way up, and down again
+        bytes_s = (1 if n == 2 else 2) * MODEL / 1e9
+        wanted = pytest.approx(bytes_s + 2 * hops * 1e-4, rel=1e-6)
+        assert costs.all_reduce_s(flat(n), MODEL, "tree") == wanted
 
 
 def test_latency_makes_trees_win_and_bandwidth_rings():

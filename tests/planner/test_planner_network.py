@@ -86,16 +86,6 @@ def test_take_reorders_everything_together():
             network.take(devices)
 
 
-@pytest.mark.parametrize("field", ["latency_s", "node"])
-def test_true_and_false_are_no_numbers(field, tmp_path):
-    networks.preset("nvlink_25gbe", 2, 1).save(path := tmp_path / "network.json")
-    fields = json.loads(path.read_text())
-    fields[field][-1] = [True, None] if isinstance(fields[field][-1], list) else True
-    path.write_text(json.dumps(fields))
-    with refuses(field, "rue"):
-        networks.load(path)
-
-
 def test_a_file_is_read_back_as_it_was(tmp_path):
     network = networks.regions({"Tokyo": 2, "Oregon": 1}, devices_per_node=2)
     path = tmp_path / "network.json"
@@ -132,22 +122,12 @@ def changed(matrix, *entries):
         (THREE_MS, [[0, 1], [1]], "bandwidth_bytes_per_s"),
         ([[0, 1e-3], [1e-3, 0]], THREE_GBIT, "(2, 2) and (3, 3)"),
         ([], [], "latency_s"),
+        (changed(THREE_MS, (0, 1, True)), THREE_GBIT, "latency_s"),
     ],
 )
 def test_what_cannot_be_a_network_is_refused_by_its_entry(latency, bandwidth, named):
     with refuses(named):
         from_matrices(latency, bandwidth, names=("a", "b", "c"))
-
-
-def test_a_network_in_the_wrong_unit_is_refused_in_these_words():
-    """Golden: the commonest mistake, and the sentence that gets people out of it."""
-    with pytest.raises(ValueError) as error:
-        from_matrices(np.array(THREE_MS) * 1e3, THREE_GBIT, names=("a", "b", "c"))
-    assert str(error.value) == (
-        "the latency from a to c (and 3 more) is 2 s, but networks have 1e-08 to 1 s, or 0, if it "
-        "is neglected; mind the unit, or measure again: a pair without a link needs what the "
-        "detour through another device gives"
-    )
 
 
 def test_small_asymmetry_stays_and_large_can_be_symmetrised():
@@ -169,6 +149,7 @@ def test_small_asymmetry_stays_and_large_can_be_symmetrised():
         ("node", [0, 2, 2]),
         ("node", [0, 1]),
         ("node", [0, 0.5, 1]),
+        ("node", [0, 1, True]),
         ("nic_bytes_per_s", [1e9, 0.0, 1e9]),
         ("nic_bytes_per_s", [1e9]),
         ("names", ["a", "a", "b"]),

@@ -160,14 +160,16 @@ def test_matchings_and_paths_are_exact(levels):
 
 
 def test_emitted_pipelines_cost_what_is_reported_also_where_links_are_asymmetric():
+    """After exchanges, too, which update the cost."""
     rng = np.random.default_rng(3)
     network = random_network(15, 3)
     factor = rng.uniform(1, 1.2, (15, 15))
     network = networks.from_matrices(network.latency_s, network.bandwidth_bytes_per_s * factor)
     job = job_of(4, 3)
     problem = Problem(network, job)
+    partition = StageGroups(problem, rng.permutation(15))
     for _ in range(20):
-        partition = StageGroups(problem, rng.permutation(15))
+        partition.swap(*rng.choice(15, 2, replace=False).tolist())
         stages = partition.stages()
         assert {frozenset(group) for group in stages.tolist()} == {
             frozenset(group) for group in partition.groups.tolist()
@@ -183,18 +185,6 @@ def test_the_slower_direction_of_a_link_counts():
     assert evaluate(network, Job(1, 3, 6e9, 0.0), stages).total_s == 2 * 2 * 2e9 / 0.8e9
 
 
-@pytest.mark.parametrize("levels", [None, 2])
-def test_an_exchange_updates_what_a_new_evaluation_gives(levels):
-    rng = np.random.default_rng(4)
-    problem = Problem(random_network(14, 4, levels), job_of(4, 3))
-    partition = StageGroups(problem, rng.permutation(14))
-    for _ in range(100):
-        partition.swap(*rng.choice(14, 2, replace=False).tolist())
-        fresh = StageGroups(problem, partition.slots)
-        assert partition.costs == pytest.approx(fresh.costs, rel=1e-12)
-        np.testing.assert_allclose(partition.edge_s, fresh.edge_s)
-
-
 @pytest.mark.parametrize(
     ("call", "values"),
     [
@@ -207,16 +197,6 @@ def test_an_exchange_updates_what_a_new_evaluation_gives(levels):
 def test_what_does_not_fit_is_refused(call, values):
     with refuses(*values):
         call()
-
-
-def test_the_search_chooses_the_devices_to_leave_out():
-    network, job = networks.regions({"Oregon": 5, "Virginia": 11, "Frankfurt": 16}), job_of(5, 6)
-    found = place(network, job, generations=25, time_limit_s=60)
-    assert len(set(found.stages.ravel().tolist())) == 30
-    problem = Problem(network, job)
-    plain = [np.arange(30), np.arange(30).reshape(6, 5).T.ravel()]
-    others = [StageGroups(problem, np.append(slots, [30, 31])).costs.total_s for slots in plain]
-    assert found.costs.total_s < 0.95 * min(others)
 
 
 def test_a_seed_gives_one_result_and_history_falls(capsys):

@@ -38,42 +38,12 @@ def test_the_parts_of_a_prediction_add_up_and_name_the_largest():
     assert row.dominant == "stragglers"
 
 
-def test_compare_leaves_out_what_does_not_exist_unless_it_was_asked_for():
-    whole = cluster(3, 1)
-    labels = {row.label for row in predict.compare(whole, workload())}
-    assert labels >= {"all_reduce", "complete", "bidirectional_ring", "one_peer_exp"}
-    assert not labels & {"ring", "hypercube", "alternating_exp_ring", "all_reduce_hierarchical"}
-    for name in ("ring", "gossip"):
-        with refuses(name):
-            predict.compare(whole, workload(), (name,))
-
-
 def test_all_reduce_is_given_its_best_bucket_size():
     far = network.regions({"Oregon": 2, "Tokyo": 2})
     tuned = predict.algorithm_of("all_reduce", far, workload(500e6))
     assert tuned.bucket_bytes == math.inf  # latency of 100 ms a bucket
     near = predict.algorithm_of("all_reduce", cluster(2, 4), workload(500e6))
     assert near.bucket_bytes == 25e6
-
-
-def test_timelines_are_those_of_the_algorithms_with_their_options():
-    whole, work = cluster(2, 2), workload(200e6, row_length=64.0)
-    names, options = ("all_reduce", "hypercube"), {"mix_every": 2, "wire": "int8"}
-    reduced = predict.algorithm_of("all_reduce", whole, work)
-    gossip = Gossip(topology.make("hypercube", 4, local_size=2), **options)
-    found = predict.timelines(whole, work, names, **options)
-    for (title, shown), name, one in zip(found.items(), names, (reduced, gossip), strict=True):
-        ms = 1e3 * predict.step_s(whole, work, one)
-        assert title == f"{name}: {ms:.0f} ms per step in the long run"
-        run = simulate(whole, work, one, steps=3, warm_up=20, record=True)
-        assert shown[0] == run.events
-        np.testing.assert_array_equal(shown[1], run.ends_s)
-
-
-def test_local_size_needs_consecutive_devices_in_equal_nodes():
-    assert predict.local_size(cluster(2, 4)) == 4
-    assert predict.local_size(network.cluster([3, 1], INSIDE, BETWEEN)) == 1
-    assert predict.local_size(cluster(2, 2).take([0, 2, 1, 3])) == 1
 
 
 # --- recommendation -----------------------------------------------------------------------------
@@ -123,10 +93,6 @@ def test_a_choice_says_what_it_sends_and_how_soon_replicas_agree():
         "one_peer_exp, int8": (pytest.approx(coded), pytest.approx(3)),
         "one_peer_exp, every 2 steps, int8": (pytest.approx(coded / 2), pytest.approx(6)),
     }
-    words = recommend.explain(found)
-    assert found[0].prediction.label in words and "all_reduce" in words
-    rows = recommend.format_table(found, most=1).splitlines()[2:]
-    assert [row.split("|")[1].strip() for row in rows] == [found[0].prediction.label, "all_reduce"]
 
 
 def test_fast_networks_get_all_reduce_and_slow_ones_gossip():
