@@ -35,54 +35,6 @@ TINY = llama.LlamaConfig(
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 12))
 
 
-def by_hand(config, params, tokens):
-    """The logits (T, V) of one sequence, in NumPy and float64, with complex rotations."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    size, steps = config.width // config.heads, len(tokens)
-    turn = config.rope_theta ** (-np.arange(size // 2) / (size // 2))
-    phase = np.exp(1j * np.arange(steps)[:, None] * turn)[:, None]
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale["scale"]
-
-    def rotated(x):
-        z = (x[..., : size // 2] + 1j * x[..., size // 2 :]) * phase
-        return np.concatenate([z.real, z.imag], -1)
-
-    x = p["wte"]["embedding"][tokens]
-    for i in range(config.layers):
-        block = p["h"][str(i)]
-        y, a = norm(x, block["ln_1"]), block["attn"]
-        query, key, value = (
-            (y @ a[name]["kernel"]).reshape(steps, -1, size)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        group = config.heads // config.kv_heads
-        key, value = (np.repeat(z, group, axis=1) for z in (rotated(key), value))
-        scores = np.einsum("thd,shd->hts", rotated(query), key) / np.sqrt(size)
-        scores = np.where(np.tri(steps, dtype=bool), scores, -np.inf)
-        looked = np.exp(scores - scores.max(-1, keepdims=True))
-        looked /= looked.sum(-1, keepdims=True)
-        read = np.einsum("hts,shd->thd", looked, value).reshape(steps, -1)
-        x = x + read @ a["c_proj"]["kernel"]
-        y, m = norm(x, block["ln_2"]), block["mlp"]
-        gate = y @ m["gate_proj"]["kernel"]
-        inside = gate / (1 + np.exp(-gate)) * (y @ m["up_proj"]["kernel"])
-        x = x + inside @ m["down_proj"]["kernel"]
-    x = norm(x, p["ln_f"])
-    return x @ (p["wte"]["embedding"].T if config.tied else p["lm_head"]["kernel"])
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_those_of_the_formulas(tied):
-    config = dataclasses.replace(TINY, tied=tied, remat=tied)
-    params = drawn(decoders, config)
-    assert decoders.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
-    found = jax.jit(lambda p: decoders.apply(config, p, TOKENS))(params)
-    for row, tokens in zip(found, TOKENS, strict=True):
-        np.testing.assert_allclose(row, by_hand(config, params, tokens), atol=2e-5)
-
-
 def llama_config(data, **changes):
     shape = {"layers": 1, "heads": 4, "kv_heads": 2, "hidden": 24}
     model = {"preset": "llama_125m", "dropout": 0.0, **shape}

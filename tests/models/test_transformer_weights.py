@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
-from networks import assert_close, drawn
+from networks import drawn
 from odd_text import ODD, SAME
 from refusals import refuses
 
@@ -32,85 +32,6 @@ def saved(tmp_path, norm):
     path = tmp_path / "model.safetensors"
     weights.save_transformer(path, params, config, {"step": "3"})
     return config, params, safetensors.numpy.load_file(path)
-
-
-def read_as_published(tensors, config, source, target_in):
-    """Marian's and Pegasus's forward pass in NumPy, by their names, of one pair without padding.
-
-    Returns:
-      Its logits, and the weights of the cross attention ``(layers, heads, T, S)``.
-    """
-    p = {name.removeprefix("model."): np.float64(value) for name, value in tensors.items()}
-    table, heads = p["shared.weight"], config["encoder_attention_heads"]
-    post = config["model_type"] == "marian"
-
-    def linear(name, x):
-        return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
-
-    def norm(name, x):
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt(centred.var(-1, keepdims=True) + 1e-5)
-        return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
-
-    recorded = []
-
-    def attend(name, x, memory, side=None):
-        query, key, value = (
-            np.stack(np.split(linear(f"{name}.{part}_proj", y), heads, -1))
-            for part, y in (("q", x), ("k", memory), ("v", memory))
-        )
-        scores = query @ key.swapaxes(1, 2) / np.sqrt(query.shape[-1])
-        if side == "decoder":  # what has been written so far
-            scores[:, *np.triu_indices(len(x), 1)] = -np.inf
-        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-        recorded.extend([weights] * (side is None))
-        return linear(f"{name}.out_proj", np.concatenate(list(weights @ value), -1))
-
-    def feed_forward(name, x):
-        return linear(f"{name}.fc2", np.maximum(linear(f"{name}.fc1", x), 0))
-
-    def add(name, x, branch):
-        return norm(name, x + branch(x)) if post else x + branch(norm(name, x))
-
-    def stack(side, tokens, memory=None):
-        x = table[tokens] * np.sqrt(config["d_model"])
-        x = x + p[f"{side}.embed_positions.weight"][: len(tokens)]
-        for i in range(config[f"{side}_layers"]):
-            at = f"{side}.layers.{i}"
-            of_self = f"{at}.self_attn"
-            x = add(f"{of_self}_layer_norm", x, lambda h, n=of_self: attend(n, h, h, side))
-            if memory is not None:
-                of = f"{at}.encoder_attn"
-                x = add(f"{of}_layer_norm", x, lambda h, n=of: attend(n, h, memory))
-            x = add(f"{at}.final_layer_norm", x, lambda h, n=at: feed_forward(n, h))
-        return x if post else norm(f"{side}.layer_norm", x)
-
-    hidden = stack("decoder", target_in, stack("encoder", source))
-    return hidden @ table.T + p["final_logits_bias"], np.array(recorded)
-
-
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_the_file_gives_our_logits_and_attention(tmp_path, norm):
-    """Sentence by sentence and without padding: so padding has no influence on ours."""
-    config, params, tensors = saved(tmp_path, norm)
-    hf = hf_config.describe(config)
-
-    @jax.jit
-    def both(params):
-        args = config, params, SOURCE, TARGET_IN
-        return transformer.apply(*args), transformer.attention_weights(*args)
-
-    logits, looked = both(params)
-    for b, (source, target_in) in enumerate(zip(SOURCE, TARGET_IN, strict=True)):
-        source, target_in = source[source != PAD], target_in[target_in != PAD]
-        wanted, wanted_weights = read_as_published(tensors, hf, source, target_in)
-        assert_close(logits[b, : len(target_in)], wanted)
-        assert_close(looked[b, :, :, : len(target_in), : len(source)], wanted_weights)
-        assert not np.any(looked[b, ..., len(source) :])
-    assert float(looked[0].std()) > 0.05  # a uniform attention would prove nothing
-    del params["shared"]
-    with refuses("'model.shared.weight'"):
-        weights.save_transformer(tmp_path / "other", params, config, {})
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -175,3 +96,23 @@ def test_transformers_reads_the_tokenizer(tmp_path):
     assert batch["input_ids"] == [wanted[0], wanted[1] + pad]
     assert tokenizer.decode([2, *wanted[0], 3], skip_special_tokens=True) == "new words </s>"
     assert tokenizer.eos_token_id == subwords.END
+
+
+def test_attention_is_of_the_words_of_a_sentence_alone():
+    """Its logits are those of transformers, see test_weights_of_others."""
+    params = drawn(transformer, TINY)
+    looked = jax.jit(transformer.attention_weights, static_argnums=0)(
+        TINY, params, SOURCE, TARGET_IN
+    )
+    assert looked.shape == (3, TINY.layers, TINY.heads, 4, 5)
+    np.testing.assert_allclose(looked.sum(-1), 1, rtol=1e-5)
+    for b, length in enumerate((SOURCE != PAD).sum(axis=1)):
+        assert not np.any(looked[b, ..., length:])
+    assert float(looked[0].std()) > 0.05  # a uniform attention would prove nothing
+
+
+def test_a_model_without_one_of_its_arrays_is_not_saved(tmp_path):
+    params = drawn(transformer, TINY)
+    del params["shared"]
+    with refuses("'model.shared.weight'"):
+        weights.save_transformer(tmp_path / "other", params, TINY, {})

@@ -166,43 +166,6 @@ def test_a_task_may_be_any_object():
 # --- an optimizer by its dotted name --------------------------------------------------------------
 
 
-def updates_of(tx, params, grads):
-    state = tx.init(params)
-    return tx.update(grads, state, params)[0]
-
-
-def test_an_optimizer_of_optax_by_its_name():
-    """With its arguments, the run's learning rate, decay and mask, and behind the clipping."""
-    config = train.default_config()
-    config.algorithm, config.optimizer.name = "decentralized_sgd", "optax.lion(b1=0.7)"
-    config.optimizer.weight_decay, config.optimizer.clip_norm = 0.1, 1.0
-    mask = {"kernel": True, "bias": False}
-    tx = algorithm._local_optimizer(config, 0.5, mask)
-    wanted = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.lion(0.5, b1=0.7, weight_decay=0.1, mask=mask)
-    )
-    params = {"kernel": jnp.ones(3), "bias": jnp.ones(2)}
-    grads = {"kernel": jnp.array([1.0, -2.0, 0.0]), "bias": jnp.ones(2)}
-    found, expected = updates_of(tx, params, grads), updates_of(wanted, params, grads)
-    assert_equal(found, expected)
-
-
-def test_no_weight_decay_but_the_config_s():
-    """Optax's Lion decays by default."""
-    config = train.default_config()
-    config.algorithm, config.optimizer.name = "decentralized_sgd", "optax.lion"
-    tx = algorithm._local_optimizer(config, 1.0, None)
-    assert updates_of(tx, jnp.array([4.0]), jnp.array([1.0])).tolist() == [-1.0]
-
-
-def test_decay_that_is_not_decoupled_is_in_the_gradient():
-    config = train.default_config()
-    config.optimizer.update(name="optax.sgd", weight_decay=0.25, decoupled=False, clip_norm=0.5)
-    config.algorithm = "decentralized_sgd"
-    tx = algorithm._local_optimizer(config, 1.0, None)
-    assert updates_of(tx, jnp.array([4.0]), jnp.array([1.0])).tolist() == [-1.5]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "name", "named"),
     [
@@ -269,13 +232,6 @@ def test_a_task_of_another_package(outside, tmp_path, capsys):
         assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
 
 
-def test_a_registered_name(outside):
-    tasks.register("line", outside)
-    config = line_config("line")
-    config_lib.validate(config)
-    assert tasks.find("line") is tasks.find(outside) and config.data.points == 64
-
-
 def test_a_task_says_what_may_change(outside):
     old = config_lib.flat(line_config(outside))
     assert config_lib.refused_changes(old, old | {"data.shown": 2, "data.prefetch": 0}) == []
@@ -291,6 +247,35 @@ def test_what_is_no_task(outside, name):
         tasks.find(name)
 
 
-def test_an_import_that_fails_inside_a_task_is_not_hidden(outside):
-    with refuses("a_module_that_is_missing", error=ConfigError):
-        tasks.find("lines.broken")
+# --- an optimizer by its dotted name --------------------------------------------------------------
+
+MASK = {"kernel": True, "bias": False}
+PARAMS = {"kernel": jnp.ones(3), "bias": jnp.full(2, 4.0)}
+GRADS = {"kernel": jnp.array([1.0, -2.0, 0.0]), "bias": jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (
+            {"name": "optax.lion(b1=0.7)", "weight_decay": 0.1, "clip_norm": 1.0},
+            (optax.clip_by_global_norm(1.0), optax.lion(0.5, b1=0.7, weight_decay=0.1, mask=MASK)),
+        ),
+        ({"name": "optax.lion"}, (optax.lion(0.5, weight_decay=0.0),)),  # whose own is not 0
+        (
+            {"name": "optax.sgd", "weight_decay": 0.25, "decoupled": False, "clip_norm": 0.5},
+            (
+                optax.clip_by_global_norm(0.5),
+                optax.add_decayed_weights(0.25, MASK),
+                optax.sgd(0.5),
+            ),
+        ),
+    ],
+)
+def test_an_optimizer_of_optax_by_its_name(fields, wanted):
+    """With its arguments, the run's learning rate, decay and mask, and behind the clipping."""
+    config = train.default_config()
+    config.algorithm = "decentralized_sgd"
+    config.optimizer.update(**fields)
+    found = algorithm._local_optimizer(config, 0.5, MASK), optax.chain(*wanted)
+    assert_equal(*(tx.update(GRADS, tx.init(PARAMS), PARAMS)[0] for tx in found))

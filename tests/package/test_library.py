@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from refusals import refuses
 from trees import assert_equal
 
-import decent_jax
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip.codecs import Int8
 
@@ -86,15 +85,6 @@ def test_the_consensus_of_replicas_along_a_mesh_axis(axis_type):
         np.testing.assert_allclose(mean[key], params[key].mean(axis=0), rtol=1e-5, atol=1e-6)
     gaps = [np.square(x - x.mean(axis=0)).reshape(N, -1).sum(axis=1) for x in params.values()]
     np.testing.assert_allclose(distance.distance, np.sqrt(sum(gaps).mean()), rtol=1e-5)
-
-
-def test_what_on_mesh_is_given_by_keyword_reaches_every_replica_as_it_is():
-    mesh, schedule = mesh_of(AxisType.Auto), topology.make("one_peer_exp", N)
-    mix = gossip.on_mesh(lambda x, round: gossip.mix(x, schedule, round, "data"), mesh, "data")
-    x = placed(mesh, jnp.arange(8.0))
-    for r in range(schedule.period):
-        x = jax.jit(mix, static_argnames="round")(x, round=r)
-    np.testing.assert_allclose(x, 3.5)
 
 
 def test_mix_on_needs_one_receive_buffer(users_hlo):
@@ -178,63 +168,7 @@ def test_multi_steps_belongs_inside_or_takes_the_round_of_its_updates():
     assert (np.ptp(trap[-1], axis=0) > 4 * np.ptp(right[-1], axis=0)).all()
 
 
-@pytest.mark.parametrize(
-    ("tx", "schedule"),
-    [
-        (optim.decentralized, "one_peer_exp"),
-        (optim.diloco, "complete"),
-        (optim.swarm, "random_matching"),
-        (None, "one_peer_exp"),
-    ],
-)
-def test_a_traced_round_is_refused_in_a_sentence(tx, schedule):
-    schedule = topology.make(schedule, 4)
-
-    def step(x, round):
-        if tx is None:
-            return gossip.mix(x, schedule, round)
-        made = tx(optax.sgd(0.1), schedule)
-        return made.update(x, made.init(x), x, round=round)
-
-    def run(x, round):
-        return jax.vmap(lambda x: step(x, round), axis_name="replica")(x)
-
-    with refuses("round", "traced", error=TypeError):
-        jax.eval_shape(run, jnp.ones((4, 2)), jnp.int32(0))
-    with refuses("round", 0.5, error=TypeError):
-        jax.eval_shape(lambda x: run(x, 0.5), jnp.ones((4, 2)))
-
-
 # --- what is left out or of another kind ----------------------------------------------------------
-
-
-def test_what_is_no_optimizer_is_refused():
-    """Such as a function that was not called."""
-    with refuses("adamw", "optax", error=TypeError):
-        optim.decentralized(optax.adamw, topology.make("ring", 4))  # pyright: ignore
-    with refuses("0.1", error=TypeError):
-        optim.all_reduce(0.1)  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(optim.decentralized, optim.push_sum, optim.contrib.choco),
-        *(optim.diloco, optim.contrib.d2, optim.swarm),
-    ],
-)
-def test_the_name_of_a_schedule_is_no_schedule(make):
-    with refuses("'ring'", "topology.make", error=TypeError):
-        make(optax.sgd(0.1), "ring")
-
-
-def test_an_update_needs_its_round_and_its_parameters():
-    tx = optim.decentralized(optax.sgd(0.1), topology.make("ring", 4))
-    x = jnp.ones(3)
-    with refuses("round", error=TypeError):
-        tx.update(x, tx.init(x), x)
-    with refuses("params", "round"):
-        tx.update(x, tx.init(x), round=0)
 
 
 def test_an_axis_that_nobody_has_named_is_named():
@@ -264,24 +198,6 @@ def test_a_leaf_that_is_no_array_is_named():
 
     stacked = replicas.create(arrays, 4, jax.random.key(0))
     assert jax.tree.map(jnp.shape, stacked) == {"layer": (4, 2), "scale": (4,), "shift": (4,)}
-
-
-def test_what_a_notebook_shows_is_short():
-    schedule = topology.make("one_peer_exp", 64)
-    assert repr(schedule) == "<Schedule 'one_peer_exp': 64 replicas, period 6>"
-    assert repr(schedule.rounds[0]) == "<Round: 64 replicas, degree 1>"
-    for module in (decent_jax, topology, gossip, optim):
-        shown = [name for name in dir(module) if not name.startswith("__")]
-        assert len(set(shown)) == len(shown)
-        assert not {"jax", "np", "P", "Any", "ModuleType", "annotations"} & set(shown), module
-    assert "topology" in dir(decent_jax)
-
-
-def test_help_is_text():
-    """Formulas in a line are text; only those on lines of their own are TeX."""
-    for module in (topology, gossip, replicas, optim, optim.contrib):
-        for name in dir(module):
-            assert ":math:" not in (getattr(module, name).__doc__ or ""), name
 
 
 # --- arrays and optimizers ------------------------------------------------------------------------
@@ -322,16 +238,6 @@ def test_empty_arrays_are_mixed_like_others():
         assert (each["b"].shape, each["c"].shape) == ((4, 0), (4, 3, 0))
     assert finite.all()
     np.testing.assert_allclose(distance, np.sqrt(10), rtol=1e-6)
-
-
-def test_a_schedule_keeps_its_numbers():
-    own = np.full((4, 4), 0.25)
-    schedule = topology.Schedule.from_matrices([own])
-    own[0] = 0
-    np.testing.assert_array_equal(schedule.matrix(0), np.full((4, 4), 0.25))
-    (send, *_) = schedule.rounds[0].sends
-    for array in (schedule.matrix(0), send.weights, schedule.rounds[0].self_weights):
-        assert not array.flags.writeable
 
 
 def run_alone(inner, extra, combine="then"):
@@ -436,3 +342,53 @@ def test_several_mesh_axes_count_as_one(users_hlo):
     assert same == kinds
     assert kinds[0] == 2  # a permute for each round that has one
     assert_equal(got, wanted)
+
+
+# --- what is left out or of another kind ----------------------------------------------------------
+
+
+RING, X, GRADIENT = topology.make("ring", 4), jnp.ones(3), optax.sgd(0.1)
+METHODS = {
+    optim.decentralized: "one_peer_exp",
+    optim.diloco: "complete",
+    optim.swarm: "random_matching",
+    optim.push_sum: None,
+    optim.contrib.choco: None,
+    optim.contrib.d2: None,
+}
+
+
+def test_what_is_left_out_or_of_another_kind_is_refused_in_a_sentence():
+    """A name instead of a schedule, a function that was not called, no round, no parameters."""
+    made = optim.decentralized(GRADIENT, RING)
+    state, error = made.init(X), {"error": TypeError}
+    for method in METHODS:
+        with refuses("'ring'", "topology.make", **error):
+            method(GRADIENT, "ring")
+    with refuses("adamw", "optax", **error):
+        optim.decentralized(optax.adamw, RING)  # pyright: ignore
+    with refuses("0.1", **error):
+        optim.all_reduce(0.1)  # pyright: ignore
+    with refuses("round", **error):
+        made.update(X, state, X)
+    with refuses("params", "round"):
+        made.update(X, state, round=0)
+
+
+@pytest.mark.parametrize("method", [None, *METHODS][:4])
+def test_a_traced_round_is_refused_in_a_sentence(method):
+    schedule = topology.make(METHODS.get(method, "one_peer_exp"), 4)
+
+    def step(x, round):
+        if method is None:
+            return gossip.mix(x, schedule, round)
+        made = method(GRADIENT, schedule)
+        return made.update(x, made.init(x), x, round=round)
+
+    def run(x, round):
+        return jax.vmap(lambda x: step(x, round), axis_name="replica")(x)
+
+    with refuses("round", "traced", error=TypeError):
+        jax.eval_shape(run, jnp.ones((4, 2)), jnp.int32(0))
+    with refuses("round", 0.5, error=TypeError):
+        jax.eval_shape(lambda x: run(x, 0.5), jnp.ones((4, 2)))

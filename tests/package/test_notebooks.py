@@ -20,10 +20,6 @@ RUN = NOTEBOOKS if os.environ.get("NOTEBOOKS") == "all" else [FOLDER / "05_plann
 SIZE = re.compile(r'^(\w+) = int\(os\.environ\.get\("\1", ([\d_]+)\)\)', re.MULTILINE)
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_cleared(path):
     for cell in nbformat.read(path, as_version=4).cells:

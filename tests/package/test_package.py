@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -48,6 +47,13 @@ WITH_OTHERS = {"jaxlib", "ml-dtypes", "absl-py", "array-record"}  # jax, jax; gr
 
 def test_a_reader_of_the_output_that_leaves_is_no_error(monkeypatch):
     """`decent-jax --help | head -1`"""
+
+    @command_line.command("any")
+    def main():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        main()  # which leaves it to the entry point
     reading, writing = os.pipe()
     os.close(reading)
     monkeypatch.setattr(sys, "argv", ["decent-jax"])
@@ -56,15 +62,6 @@ def test_a_reader_of_the_output_that_leaves_is_no_error(monkeypatch):
         with pytest.raises(SystemExit) as end:
             command.console()
     assert end.value.code == 141
-
-
-def test_a_command_leaves_a_reader_that_left_to_the_entry_point():
-    @command_line.command("any")
-    def main():
-        raise BrokenPipeError(32, "Broken pipe")
-
-    with pytest.raises(BrokenPipeError):
-        main()
 
 
 def test_the_wheel_has_every_package():
@@ -141,24 +138,6 @@ for name in command.COMMANDS:
     assert said["plot"] == f"matplotlib is not installed: {hint}"
 
 
-def test_the_site_can_import_what_its_pages_are_made_of():
-    """Every module, where the extra docs alone is installed."""
-    others = OF_EXTRAS - distributions(EXTRAS["docs"])
-    names = {name.partition(".")[0] for path in PACKAGE.rglob("*.py") for name, _ in imported(path)}
-    blocked = [name for name in names if INSTALLED_AS.get(name, {name}) & others]
-    assert "tiktoken" in blocked
-    code = f"""
-import importlib, pkgutil, sys
-sys.modules.update(dict.fromkeys({blocked}))
-import decent_jax
-for module in pkgutil.walk_packages(decent_jax.__path__, "decent_jax."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
 def test_another_system_has_the_core_and_is_told_what_it_cannot_do():
     """Windows has no fcntl, macOS no pidfd_open."""
     code = """
@@ -178,24 +157,6 @@ print(command.main(["supervise", "--processes", "2", "--", "train.py"]))
     windows, mac = done.stderr.splitlines()
     assert "this is Windows" in windows and "WSL" in windows
     assert "this is Darwin" in mac and "supervise" in mac
-
-
-def warn_from(module, stacklevel=1):
-    """A warning by a function of a module of that name."""
-    names = {"__name__": module, "warnings": warnings}
-    exec(f"def warn(): warnings.warn('old', DeprecationWarning, {stacklevel})", names)
-    names["warn"]()
-
-
-def test_warnings_are_errors_where_they_are_about_this_package():
-    """And not where a library of tomorrow has one about itself."""
-    for module, stacklevel in (("decent_jax.gossip.mixing", 1), ("jax", 2)):  # 2: about this line
-        with pytest.raises(DeprecationWarning):
-            warn_from(module, stacklevel)
-    with warnings.catch_warnings(record=True) as found:
-        for module in ("jax._src.compiler", "orbax.checkpoint", "decent", "my_decent_jax", "test"):
-            warn_from(module)
-    assert {type(one.message) for one in found} <= {DeprecationWarning}
 
 
 def test_rooms_are_attributes_of_the_package():
@@ -238,7 +199,4 @@ def test_configs_have_names(capsys):
     by_name, by_file = flags.load("quickstart"), flags.load(str(ROOT / "configs/quickstart.py"))
     assert by_name.to_dict() == by_file.to_dict()
     assert command.main(["train", "--config", "quickstrat", "--workdir", "w"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
-        "decent-jax train: there is no config file 'quickstrat'; the package has"
-    )
+    assert "'quickstrat'" in capsys.readouterr().err
