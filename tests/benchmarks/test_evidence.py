@@ -32,48 +32,6 @@ def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
             assert config_lib.flat(config)[name] == value
 
 
-TRAIN = """
-import json, os, pathlib, sys
-flags = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
-workdir = pathlib.Path(flags["workdir"])
-workdir.mkdir(parents=True, exist_ok=True)
-with (workdir / "metrics.jsonl").open("w") as file:
-    for step in range(50, 1001, 50):
-        row = {"step": step, "train/loss": 1000.0 - step, "perf/wall_time_s": 3.6 * step}
-        row |= {"eval/loss": 1 / 3, "eval/top1": 0.5} if step % 400 == 0 else {}
-        print(json.dumps(row), file=file)
-if flags["config.seed"] in sys.argv[0].partition("bad-")[2]:
-    sys.exit(1)
-(workdir / "summary.json").write_text(json.dumps({"cores": sorted(os.sched_getaffinity(0))}))
-"""
-
-
-def test_what_finished_is_recorded_and_not_done_again(tmp_path, monkeypatch):
-    """By a train.py that ends at once, for the second seed with an error."""
-    root, checkout = tmp_path / "root", tmp_path / "checkout-bad-1"
-    checkout.mkdir()
-    (checkout / "train.py").write_text(TRAIN)
-    monkeypatch.setattr(trainings, "CHECKOUT", checkout)
-    monkeypatch.setattr(trainings, "POLL_S", 0.01)
-    good, bad = (trainings.piece("cifar10:ring", seed, epochs=8.0) for seed in (0, 1))
-    with (tmp_path / "lock").open("w") as lock:
-        here = ["--config.mesh.loop=False"]
-        assert trainings.train(root, [good, bad], [{0}], lock, here) == [bad]
-    assert trainings.left(root, [good, bad]) == [bad]
-    record = json.loads((root / "records" / f"{good.name}.json").read_text())
-    assert record["cores"] == [0] and len(record["commits"]) == 1
-    assert str(tmp_path) not in record["command"]  # no path of this machine
-    assert "--config=configs/cifar10.py:ring" in record["command"]
-    assert record["command"].endswith(" --config.mesh.loop=False")
-    evaluations = {"step": [400, 800], "eval/loss": [0.3333333] * 2, "eval/top1": [0.5] * 2}
-    assert record["evaluations"] == evaluations
-    assert record["training"]["train/loss"] == [800.0, 600.0, 400.0, 200.0, 0.0]
-    assert record["loss_of_the_last_250_steps"] == 100.0
-    done, begun, count = trainings.listing(root, [good, bad]).splitlines()
-    assert re.fullmatch(rf"done +{good.name} +step 1000, 1.00 h +eval/loss 0.3333  .*0.5", done)
-    assert begun.startswith("begun") and bad.name in begun and count == "1 of 2 done"
-
-
 # --- The pages have the numbers of the records ----------------------------------------------------
 
 RECORDS = figure.load(figure.RECORDS)

@@ -50,13 +50,6 @@ def test_nothing_of_other_peoples_or_of_tests():
     assert len(set(names)) == len(names)
 
 
-def test_a_second_call_writes_nothing(corpus):
-    out, manifest = corpus
-    before = (out / "train.bin").stat().st_mtime_ns
-    assert stdlib_corpus.build(out) == manifest
-    assert (out / "train.bin").stat().st_mtime_ns == before
-
-
 def test_damaged_or_foreign_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(
         stdlib_corpus,

@@ -179,10 +179,8 @@ def test_a_wrong_value_is_refused_before_anything_begins(
     ("changes", "field", "value"),
     [
         ({"batch_size": 10}, "batch_size", 10),
-        ({"micro_batches": 3}, "micro_batches", 3),
         ({"schedule": "stars"}, "schedule", "stars"),
         ({"seed": -1}, "seed", -1),
-        ({"algorithm": "adam"}, "algorithm", "adam"),
         ({"algorithm": "all_reduce", "mix_every": 3}, "mix_every", 3),
         ({"algorithm": "noloco", "mix_every": 2, "noloco": {"delay": 2}}, "noloco.delay", 2),
         ({"peers": {"use": True}}, "algorithm", "accum_adam"),

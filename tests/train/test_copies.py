@@ -152,21 +152,11 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
     assert not list(memory.glob("*/*/*/*.program"))
 
 
-# By algorithm: changes, and programs: two gradients or steps, two for each of the two rounds, and a
-# step without a round.
-OVERLAPPED = {
-    "accum_adam": ({"schedule": "one_peer_exp"}, 6),
-    "noloco": ({"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}, 7),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", OVERLAPPED)
-def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(
-    algorithm, tmp_path, memory, supervised
-):
-    changes, count = OVERLAPPED[algorithm]
-    config = configured(algorithm=algorithm, mesh={"devices": 2}, **changes)
+def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(tmp_path, memory, supervised):
+    """Two gradients or steps, two for each of the two rounds, and a step without a round."""
+    changes = {"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}
+    config = configured(algorithm="noloco", mesh={"devices": 2}, **changes)
 
     def written():
         return {path.name: path.stat().st_mtime_ns for path in memory.glob("*/*/*/*.program")}
@@ -178,7 +168,7 @@ def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(
         die(config, tmp_path / "run", steps=2)
         assert written() == first
         tiny.run(config, tmp_path / "run")
-    assert len(first) == count
+    assert len(first) == 7
     assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
 
 
@@ -316,10 +306,9 @@ def damage(path, place):
     "harm",
     [
         lambda path: damage(path, -100),
-        lambda path: damage(path, 20),
         lambda path: path.write_bytes(path.read_bytes()[:50]),
     ],
-    ids=["array", "header", "cut"],
+    ids=["array", "cut"],
 )
 def test_a_damaged_copy_is_named_and_the_one_before_it_taken(harm, tmp_path, memory, capsys):
     config = configured()

@@ -160,13 +160,6 @@ def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
     assert tiny.summary(folder)["final"]["eval/loss"] == row["eval/loss"]
 
 
-def test_evaluation_does_not_disturb_training(run):
-    often = run("often", eval={"every": 1}, steps=7)
-    never = run("never", steps=7)
-    np.testing.assert_array_equal(tiny.losses(often), tiny.losses(never))
-    tiny.assert_same_state(often, never, 7)
-
-
 def test_every_validation_record_counts_once_whatever_the_batch(run):
     """20 records: batches of 8 leave a rest, which is padded."""
     changes = {"steps": 1, "learning_rate": 0.0}
