@@ -13,20 +13,18 @@ import dataclasses
 import inspect
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.ground.command_line import Parser, check_replaceable
+from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import table
 from decent_jax.plan import orders, plan_file
 from decent_jax.planner import (
     gossip_placement,
-    network,
     options,
     pipeline_time,
     placement,
@@ -40,38 +38,23 @@ from decent_jax.planner.runtime import AllReduce
 Options = argparse.Namespace
 
 
+@command("planner")
 def main(arguments: list[str] | None = None) -> int:
     """The command; 0, or 2 with one sentence on stderr."""
-    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = Parser(prog="decent-jax planner", description=__doc__, **layout)
+    parser = Parser(prog="decent-jax planner", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, run in COMMANDS.items():
         words = inspect.cleandoc(run.__doc__ or "")
-        command = commands.add_parser(
-            name, help=words.partition("\n")[0], description=words, **layout
-        )
-        options.add(command, options.FLAGS[name])
+        one = commands.add_parser(name, help=words.partition("\n")[0], description=words)
+        options.add(one, options.FLAGS[name])
         if run is _place:
-            options.add(command.add_argument_group(options.STAGES), options.FLAGS[options.STAGES])
-    try:
-        given = parser.parse_args(arguments)
-        for name, value in vars(given).items():
-            if isinstance(value, Path):
-                check_replaceable(value, f"--{name}")
-        COMMANDS[given.command](given)
-    except (ValueError, OSError) as error:
-        print(f"decent-jax planner: {ConfigError(error)}", file=sys.stderr)
-        return 2
+            options.add(one.add_argument_group(options.STAGES), options.FLAGS[options.STAGES])
+    given = parser.parse_args(arguments)
+    for name, value in vars(given).items():
+        if isinstance(value, Path):
+            check_replaceable(value, f"--{name}")
+    COMMANDS[given.command](given)
     return 0
-
-
-def _draw(path: Path | None, draw: Callable[[Any], Any]) -> None:
-    """Save what a function of `decent_jax.plots.network` draws, where it is asked for."""
-    if path:
-        from decent_jax.plots import network as pictures  # here: matplotlib takes a while
-        from decent_jax.plots import style
-
-        print(style.save(draw(pictures), path))
 
 
 # --- network ------------------------------------------------------------------------------------
@@ -92,28 +75,17 @@ def _network(given: Options) -> None:
     the name of a host and the number of the device in it (node0/0 becomes gpu17/0).
     """
     whole = options.network_of(given)
+    print(f"{whole.num_devices} devices in {whole.num_nodes} nodes")
     same_node = whole.node[:, None] == whole.node
-    off_diagonal = ~np.eye(whole.num_devices, dtype=bool)
-    size = predict.local_size(whole)
-    regular = f", {size} consecutive devices per node" if size > 1 else ""
-    print(f"{whole.num_devices} devices in {whole.num_nodes} nodes{regular}")
-    places = {"inside a node": same_node & off_diagonal, "between nodes": ~same_node}
-    for words, pairs in places.items():
+    inside = same_node & ~np.eye(whole.num_devices, dtype=bool)
+    for words, pairs in {"inside a node": inside, "between nodes": ~same_node}.items():
         if pairs.any():
-            latency = _span(1e6 * whole.latency_s[pairs])
-            bandwidth = _span(whole.gbit_per_s[pairs])
-            print(f"{words}: latency {latency} us, bandwidth {bandwidth} Gbit/s")
-    nic = whole.nic_bytes_per_s / network.BYTES_PER_GBIT
-    if np.isfinite(nic).any():
-        print(f"network card of a node: {_span(nic[np.isfinite(nic)])} Gbit/s")
+            us, gbit = 1e6 * whole.latency_s[pairs], whole.gbit_per_s[pairs]
+            latency = f"latency {us.min():.4g} to {us.max():.4g} us"
+            print(f"{words}: {latency}, bandwidth {gbit.min():.4g} to {gbit.max():.4g} Gbit/s")
     if given.save:
         whole.save(given.save)
         print(given.save)
-
-
-def _span(values: np.ndarray) -> str:
-    low, high = values.min(), values.max()
-    return f"{low:.4g}" if np.isclose(low, high) else f"{low:.4g} to {high:.4g}"
 
 
 # --- predict ------------------------------------------------------------------------------------
@@ -137,15 +109,17 @@ def _predict(given: Options) -> None:
     """
     options.complete(given)
     machines, workload = options.network_of(given), options.workload_of(given)
-    gossip = {"mix_every": given.mix_every, "wire": given.wire}
-    rows = predict.compare(machines, workload, given.algorithms, **gossip)
+    rows = predict.compare(machines, workload)
     print(predict.format_table(rows))
     if given.out:
+        from decent_jax.plots import network as pictures  # here: matplotlib takes a while
+        from decent_jax.plots import style
+
         known = [row.label for row in rows]
-        names = given.algorithms or [name for name in predict.TIMELINES if name in known]
-        runs = predict.timelines(machines, workload, names, **gossip)
+        names = [name for name in predict.TIMELINES if name in known]
+        runs = predict.timelines(machines, workload, names)
         shown = [int(np.argmax(machines.node == k)) for k in range(min(machines.num_nodes, 8))]
-        _draw(given.out, lambda pictures: pictures.draw_gantt(runs, machines.names, shown))
+        print(style.save(pictures.draw_gantt(runs, machines.names, shown), given.out))
 
 
 # --- recommend ----------------------------------------------------------------------------------
@@ -169,14 +143,8 @@ def _recommend(given: Options) -> None:
     options.complete(given)
     options.choose_method(given)
     machines, workload = options.network_of(given), options.workload_of(given)
-    found = recommend.choices(
-        machines,
-        workload,
-        combine=given.combine,
-        schedules=given.schedules,
-        mix_every=given.mix_every,
-        wires=given.wires,
-    )
+    tried = {name: getattr(given, name) for name in ("schedules", "mix_every", "wires", "combine")}
+    found = recommend.choices(machines, workload, **tried)
     if given.base:
         found = [choice for choice in found if options.accepted(given, choice)]
     print(recommend.explain(found), end="\n\n")
@@ -188,11 +156,8 @@ def _recommend(given: Options) -> None:
         return
     best, gossip = found[0], found[0].algorithm
     if isinstance(gossip, AllReduce):
-        raise ConfigError(
-            f"--plan {given.plan} is not written: the recommended all_reduce follows no plan",
-            field="--plan",
-            value=given.plan,
-        )
+        why = "is not written: the recommended all_reduce follows no plan"
+        raise ConfigError.about("--plan", given.plan, why)
     num_bytes = workload.model_bytes * workload.share(gossip.wire)
     limits = {"compute_s": workload.compute_s, **options.search_of(given)}
     placed = gossip_placement.place_schedule(machines, gossip.schedule, num_bytes, **limits)
@@ -250,18 +215,11 @@ def _place_replicas(given: Options, machines: Network) -> None:
     placed = gossip_placement.place_schedule(
         *wanted, compute_s=given.compute_s, **options.search_of(given)
     )
-    rows = [
-        (
-            words,
-            f"{placing.mean_round_s:.4g}",
-            " ".join(f"{seconds:.3g}" for seconds in placing.round_s),
-            f"{placing.disagreement_s:.4g}",
-            f"{placing.consensus_per_s:.4g}",
-        )
-        for words, placing in (("as the network lists them", listed), ("placed", placed))
-    ]
-    headings = ("", "mean round s", "rounds s", "disagreement s", "consensus per second")
-    print(table(headings, rows))
+    rows = []
+    for words, one in (("as the network lists them", listed), ("placed", placed)):
+        rounds = " ".join(f"{seconds:.3g}" for seconds in one.round_s)
+        rows.append((words, f"{one.mean_round_s:.4g}", rounds, f"{one.disagreement_s:.4g}"))
+    print(table(("", "mean round s", "rounds s", "disagreement s"), rows))
     print("\nreplica: device")
     for replica, device in enumerate(placed.order):
         print(f"{replica:7}: {machines.names[device]}")
@@ -270,9 +228,6 @@ def _place_replicas(given: Options, machines: Network) -> None:
         "round_s": list(placed.round_s),
         "disagreement_s": placed.disagreement_s,
     }
-    shown = placed.transfers, placed.round_s, placed.titles
-    drawn = machines.gbit_per_s, machines.names
-    _draw(given.out, lambda pictures: pictures.draw_gossip(*drawn, *shown))
     if given.plan:
         _write_plan(given.plan, machines, placed.order, schedule, 1, expected)
 
@@ -301,9 +256,8 @@ def _place_stages(given: Options, machines: Network) -> None:
     if given.micro_batches:
         step = pipeline_time.StepTime(machines, job, schedule, given.micro_batches)
         stages = _exchanged(given, found.stages, speeds, step)
-        found = dataclasses.replace(
-            found, stages=stages, costs=placement.evaluate(machines, job, stages)
-        )
+        costs = placement.evaluate(machines, job, stages)
+        found = dataclasses.replace(found, stages=stages, costs=costs)
     for stage, devices in enumerate(found.stages):
         print(f"stage {stage}: {' '.join(machines.names[device] for device in devices)}")
     layers = _layers(given, speeds[found.stages])
@@ -311,20 +265,12 @@ def _place_stages(given: Options, machines: Network) -> None:
         print(f"layers of the stages: {','.join(map(str, layers))}")
     if step:
         forward_s = _forward_s(given, speeds[found.stages])
-        rows = [
-            (
-                order,
-                *(
-                    f"{step(found.stages, forward_s, order, a):.4g}"
-                    for a in pipeline_time.AVERAGING
-                ),
-            )
-            for order in orders.ORDERS
-        ]
+        rows = []
+        for order in orders.ORDERS:
+            seconds = (step(found.stages, forward_s, order, a) for a in pipeline_time.AVERAGING)
+            rows.append((order, *(f"{one:.4g}" for one in seconds)))
         headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
         print("\n" + table(headings, rows))
-    shown = machines.gbit_per_s, machines.names, found.stages, found.costs.title
-    _draw(given.out, lambda pictures: pictures.draw_placement(*shown))
     if given.plan:
         expected = found.costs._asdict() | {"total_s": found.costs.total_s}
         order, rest = found.stages.T.reshape(-1), (given.stages, tuple(layers))

@@ -261,9 +261,7 @@ def clock(
             elapsed_s = time.perf_counter() - start
             if elapsed_s >= time_limit_s or step == steps:
                 return
-            if progress and step % 64 == 0:
-                bar.n = elapsed_s
-                bar.refresh()
+            bar.update(elapsed_s - bar.n)
             yield step / steps if steps else elapsed_s / time_limit_s
 
     form = "{desc} |{bar}| {n:.1f}/{total:.0f} s"
@@ -421,16 +419,18 @@ def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]
     """
     free = list(range(len(seconds)))
     mutual = seconds + seconds.T
-    clusters = []
+    clusters = [take_near(free, first, mutual, size)]
     while free:
-        cluster = [first]
-        free.remove(first)
-        to_cluster = mutual[first].copy()
-        while len(cluster) < size:
-            nearest = min(free, key=to_cluster.__getitem__)
-            cluster.append(nearest)
-            free.remove(nearest)
-            to_cluster += mutual[nearest]
-        clusters.append(cluster)
-        first = max(free, key=to_cluster.__getitem__, default=-1)
+        to_cluster = mutual[clusters[-1]].sum(axis=0)
+        clusters.append(take_near(free, int(to_cluster[free].argmax()), mutual, size))
     return clusters
+
+
+def take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
+    """Move a free device and size - 1 others, each the nearest to those so far, out of ``free``."""
+    taken = [free.pop(first)]
+    sums = costs[taken[0]].copy()
+    while len(taken) < size:
+        taken.append(free.pop(int(sums[free].argmin())))
+        sums += costs[taken[-1]]
+    return taken

@@ -360,47 +360,37 @@ def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Net
     )
 
 
-def regions(counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
-    """Machines in the cloud regions of DT-FM, as many as ``counts`` says for each.
+def regions(counts: Mapping[str, int]) -> Network:
+    """Machines of one device in the cloud regions of DT-FM, as many as ``counts`` says for each.
 
     Between two regions the measured latency and bandwidth of one stream; between two machines of
-    a region 5 ms and 2 Gbit/s, which is also a machine's network card. Devices of a machine are
-    on PCIe.
+    a region 5 ms and 2 Gbit/s, which is also a machine's network card.
 
     >>> regions({"Tokyo": 1, "Oregon": 2}).transfer_s(0, 1, num_bytes=0)
     0.096
     """
     table = _region_table()
     unknown = set(counts) - set(table["regions"])
-    if unknown or not counts or min(counts.values()) < 1 or devices_per_node < 1:
-        raise ValueError(
-            f"regions are {', '.join(table['regions'])}, each with at least one machine of at "
-            f"least one device, got {dict(counts)} and {devices_per_node}"
-        )
-    return _region_network(table["world"], counts, table["inside"], devices_per_node)
+    if unknown or not counts or min(counts.values()) < 1:
+        known = ", ".join(table["regions"])
+        raise ValueError(f"regions are {known}, with at least one machine, got {dict(counts)}")
+    return _region_network(table["world"], counts, table["inside"])
 
 
 def _region_network(
-    pairs: Mapping[str, Sequence[float]],
-    counts: Mapping[str, int],
-    inside: Sequence[float],
-    devices_per_node: int = 1,
+    pairs: Mapping[str, Sequence[float]], counts: Mapping[str, int], inside: Sequence[float]
 ) -> Network:
     """Machines in regions, from milliseconds and Gbit/s between two regions and inside of one."""
     links = {frozenset(pair.split("-")): tuple(link) for pair, link in pairs.items()}
     links |= {frozenset([region]): tuple(inside) for region in counts}
-    _check_size(sum(counts.values()) * devices_per_node)
+    _check_size(sum(counts.values()))
     machines = [region for region, count in counts.items() for _ in range(count)]
     table = np.array([[links[frozenset((a, b))] for b in machines] for a in machines])
-    node = np.repeat(np.arange(len(machines)), devices_per_node)
-    same_node = node[:, None] == node
-    latency, bandwidth = table[np.ix_(node, node)].transpose(2, 0, 1)
     return from_matrices(
-        np.where(same_node, PCIE.latency_s, latency / 1e3),
-        np.where(same_node, PCIE.bytes_per_s, bandwidth * BYTES_PER_GBIT),
-        node=node,
+        table[..., 0] / 1e3,
+        table[..., 1] * BYTES_PER_GBIT,
         nic_bytes_per_s=np.full(len(machines), inside[1] * BYTES_PER_GBIT),
-        names=_numbered([machines[k] for k in node]),
+        names=_numbered(machines),
     )
 
 

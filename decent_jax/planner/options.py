@@ -69,10 +69,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 SECONDS = number(SHORTEST_S, LONGEST_S)
 COUNT = number(1, 2**20, int)
-EVERY = number(1, 1000, int)
-WIRE = one_of(*WIRES)
 PARAMETERS = number(1, 1e13)
-PICTURE = command_line.picture_file
 MUST = "required"
 
 
@@ -112,17 +109,20 @@ FLAGS = {
     "predict": (
         *NETWORK,
         *WORKLOAD,
-        Flag("algorithms", "A,B", split_outside_brackets, None, f"all_reduce, {SCHEDULES}"),
-        Flag("mix_every", "H", EVERY, 1, "steps per round"),
-        Flag("wire", "W", WIRE, "float32", f"messages of gossip: {', '.join(WIRES)}"),
-        Flag("out", "FILE.png", PICTURE, None, "draw a few steps of some as a Gantt chart"),
+        Flag(
+            "out",
+            "FILE.png",
+            command_line.picture_file,
+            None,
+            "draw a few steps of some as a Gantt chart",
+        ),
     ),
     "recommend": (
         *NETWORK,
         *WORKLOAD,
         Flag("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
-        Flag("mix_every", "H,H", several(EVERY), "1", "steps per round to try"),
-        Flag("wires", "W,W", several(WIRE), "float32", f"messages to try, of {', '.join(WIRES)}"),
+        Flag("mix_every", "H,H", several(number(1, 1000, int)), "1", "steps per round to try"),
+        Flag("wires", "W,W", several(one_of(*WIRES)), "float32", f"of {', '.join(WIRES)}"),
         *SEARCH,
     ),
     "place": (
@@ -131,7 +131,6 @@ FLAGS = {
         Flag("parameters", "P", PARAMETERS, MUST, "number of parameters of the model"),
         Flag("schedule", "NAME", str, "one_peer_exp", f"one of {SCHEDULES}"),
         Flag("compute_s", "S", number(0, LONGEST_S), 0.0, "of a replica's, or pipeline's, batch"),
-        Flag("out", "FILE.png", PICTURE, None, "draw the placement on the network"),
     ),
     STAGES: (
         Flag("stages", "K", COUNT, None, "pipeline stages"),

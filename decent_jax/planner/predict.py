@@ -9,10 +9,10 @@ all_reduce 0.217 compute
 alternating_exp_ring 0.156 compute
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -98,14 +98,11 @@ def predict(
     )
 
 
-def algorithm_of(name: str, network: Network, workload: Workload, **options: Any) -> Algorithm:
+def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
     """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
 
     All-reduce has whichever of `BUCKET_BYTES` is fastest, so that gossip is compared with an
     all-reduce that was tuned. The schedule's ``local_size`` is the devices that a node holds.
-
-    Args:
-      options: of `Gossip`.
 
     Raises:
       ValueError: the schedule does not exist, or not for this network.
@@ -116,8 +113,7 @@ def algorithm_of(name: str, network: Network, workload: Workload, **options: Any
             (AllReduce(collective, size) for size in BUCKET_BYTES),
             key=lambda algorithm: runtime.all_reduce_step_s(network, workload, algorithm),
         )
-    schedule = topology.make(name, network.num_devices, local_size=local_size(network))
-    return Gossip(schedule, **options)
+    return Gossip(topology.make(name, network.num_devices, local_size=local_size(network)))
 
 
 def local_size(network: Network) -> int:
@@ -129,36 +125,32 @@ def local_size(network: Network) -> int:
 
 
 def compare(
-    network: Network, workload: Workload, names: Sequence[str] | None = None, **options: Any
+    network: Network, workload: Workload, names: Sequence[str] | None = None
 ) -> list[Prediction]:
     """A prediction for each algorithm of ``names``; default: all that exist for this network.
 
     See `algorithm_of`.
     """
     return [
-        predict(network, workload, algorithm_of(name, network, workload, **options), name)
-        for name in names or available(network, options.get("wire", "float32"))
+        predict(network, workload, algorithm_of(name, network, workload), name)
+        for name in names or available(network)
     ]
 
 
-def available(network: Network, wire: str = "float32") -> list[str]:
-    """The algorithms that exist for this network, with messages in one of `runtime.WIRES`."""
+def available(network: Network) -> list[str]:
+    """The algorithms that exist for this network."""
     n, size = network.num_devices, local_size(network)
     names = ["all_reduce"]
     if size > 1 and network.num_nodes > 1:
         names.append("all_reduce_hierarchical")
     for name in topology.NAMES:
-        try:
-            schedule = topology.make(name, n, local_size=size)
-        except ValueError:
-            continue
-        if runtime.codes(schedule, wire):
-            names.append(name)
+        with contextlib.suppress(ValueError):
+            names.append(topology.make(name, n, local_size=size).name)
     return names
 
 
 def timelines(
-    network: Network, workload: Workload, names: Sequence[str], steps: int = 3, **options: Any
+    network: Network, workload: Workload, names: Sequence[str], steps: int = 3
 ) -> dict[str, tuple[tuple[simulator.Event, ...], np.ndarray]]:
     """By a title, what `decent_jax.plots.network.draw_gantt` draws of some steps of each algorithm.
 
@@ -166,7 +158,7 @@ def timelines(
     """
     found = {}
     for name in names:
-        algorithm = algorithm_of(name, network, workload, **options)
+        algorithm = algorithm_of(name, network, workload)
         run = simulator.simulate(network, workload, algorithm, steps=steps, warm_up=20, record=True)
         mean_ms = 1e3 * step_s(network, workload, algorithm)
         found[f"{name}: {mean_ms:.0f} ms per step in the long run"] = run.events, run.ends_s

@@ -27,7 +27,7 @@ the factor by which compute varies, C the time to communicate the whole model:
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -43,19 +43,12 @@ QUANTILES = 20_000
 # --- compute times that vary --------------------------------------------------------------------
 
 
-class Distribution(Protocol):
-    """A factor with mean 1 on forward and backward, drawn for each replica and step."""
-
-    def sample(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray: ...
-
-    def exceeded(self, probability: np.ndarray) -> np.ndarray:
-        """The values that a draw exceeds with these probabilities."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class LogNormal:
-    """``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply."""
+    """A factor with mean 1 on forward and backward, drawn for each replica and step.
+
+    ``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
+    """
 
     sigma: float
 
@@ -63,13 +56,14 @@ class LogNormal:
         return np.exp(self.sigma * rng.standard_normal(shape) - self.sigma**2 / 2)
 
     def exceeded(self, probability: np.ndarray) -> np.ndarray:
+        """The values that a draw exceeds with these probabilities."""
         return np.exp(-self.sigma * special.ndtri(probability) - self.sigma**2 / 2)
 
 
 CONSTANT = LogNormal(0.0)  # every step takes the mean
 
 
-def max_nodes(distribution: Distribution, slowness: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def max_nodes(distribution: LogNormal, slowness: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Values and weights with ``E f(max) = sum(weights * f(values))``, the maximum over n draws.
 
     Gauss-Legendre in the probability where all factors are equal (error below 1e-6 of the mean for
@@ -92,7 +86,7 @@ def max_nodes(distribution: Distribution, slowness: ArrayLike) -> tuple[np.ndarr
     return support, np.diff(below, prepend=0.0)
 
 
-def expected_max(distribution: Distribution, n: int) -> float:
+def expected_max(distribution: LogNormal, n: int) -> float:
     """The expected maximum of n independent draws; the mean of a draw is 1."""
     values, weights = max_nodes(distribution, np.ones(n))
     return float(values @ weights)
@@ -141,7 +135,7 @@ class Workload:
     forward_s: float
     backward_s: float
     update_s: float = 0.0
-    compute: Distribution = CONSTANT
+    compute: LogNormal = CONSTANT
     slowness: float | tuple[float, ...] = 1.0
     late_bytes: float = 0.0
     row_length: float = 768.0

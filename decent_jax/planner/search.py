@@ -16,11 +16,12 @@ amount in every generation.
 """
 
 import dataclasses
+import itertools
 import time
 
 import numpy as np
-from tqdm import tqdm
 
+from decent_jax.planner.gossip_placement import clock, take_near
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Costs, Job, Problem, StageGroups
 
@@ -38,7 +39,6 @@ class PlacedStages:
         pipeline r, and row k is a data-parallel group.
     costs: seconds, exact; `placement.evaluate` gives the same.
     lower_bound: no placement costs less in total.
-    history: (seconds since the start, candidates evaluated, total cost) at every improvement.
     """
 
     stages: np.ndarray
@@ -46,7 +46,6 @@ class PlacedStages:
     lower_bound: Costs
     num_candidates: int
     seconds: float
-    history: tuple[tuple[float, int, float], ...]
 
     @property
     def is_optimal(self) -> bool:
@@ -68,7 +67,7 @@ def place(
     Args:
       generations: the most to try; then, unless the time is up first, the same seed
           gives the same placement.
-      progress: show a bar that counts seconds and names the best cost.
+      progress: show a bar that counts seconds.
 
     Stops early at a placement that is proved optimal.
 
@@ -83,25 +82,15 @@ def place(
             "machines instead of devices"
         )
     search = _Search(Problem(network, job), np.random.default_rng(seed))
-    with tqdm(
-        total=time_limit_s,
-        disable=not progress,
-        desc="placing",
-        bar_format="{desc} |{bar}| {n:.1f}/{total:.0f} s  {postfix}",
-    ) as bar:
-        while not search.proved:
+    with clock(time_limit_s, generations, "placing stages", progress) as parts:
+        for _ in itertools.takewhile(lambda _: not search.proved, parts):
             search.generation(search.start + time_limit_s)
-            bar.n = min(time_limit_s, search.elapsed_s)
-            bar.set_postfix_str(f"best {search.best.costs.total_s:.4f} s")
-            if search.elapsed_s >= time_limit_s or search.num_generations == generations:
-                break
     return PlacedStages(
         search.best.stages(),
         search.best.costs,
         search.lower_bound,
         search.num_candidates,
         search.elapsed_s,
-        tuple(search.history),
     )
 
 
@@ -112,8 +101,7 @@ class _Search:
         self.start = time.perf_counter()
         self.problem, self.rng = problem, rng
         self.lower_bound = problem.lower_bound()
-        self.num_candidates = self.num_generations = 0
-        self.history: list[tuple[float, int, float]] = []
+        self.num_candidates = 0
         self.population: list[StageGroups] = []
         devices = np.arange(len(problem.kind))
         job = problem.job
@@ -134,7 +122,6 @@ class _Search:
 
     def generation(self, deadline: float) -> None:
         """Make one candidate, improve it, and keep it if it is good and new."""
-        self.num_generations += 1
         operator = self.rng.choice(3, p=(0.2, 0.3, 0.5))
         if operator == 0 or len(self.population) < POPULATION:
             slots = construct(self.problem, self.rng)
@@ -152,10 +139,8 @@ class _Search:
 
     def _seen(self, partition: StageGroups) -> None:
         self.num_candidates += 1
-        total = partition.costs.total_s
-        if not self.history or total < self.best.costs.total_s - 1e-12:
+        if partition.costs.total_s < self.best.costs.total_s - 1e-12:
             self.best = partition.copy()
-            self.history.append((self.elapsed_s, self.num_candidates, total))
 
     def _improve(self, partition: StageGroups, deadline: float) -> StageGroups:
         """Passes of exchanges until one brings nothing or the deadline has come."""
@@ -374,11 +359,11 @@ def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
         stages -= length
         source = free
         if not tightest:
-            source = _take_near(free, 0, problem.averaging_s, length * job.num_replicas)
+            source = take_near(free, 0, problem.averaging_s, length * job.num_replicas)
         pipelines = []
         for _ in range(job.num_replicas):
             first = _tightest(source, problem.passing_s, length) if tightest else 0
-            pipelines.append(_take_near(source, first, problem.passing_s, length))
+            pipelines.append(take_near(source, first, problem.passing_s, length))
         groups += np.array(pipelines).T.tolist()
     return np.concatenate([*groups, free]).astype(np.int64)
 
@@ -388,17 +373,6 @@ def _tightest(free: list, costs: np.ndarray, size: int) -> int:
     mutual = costs[np.ix_(free, free)]
     # A device's cost to itself is 0, the least of its row.
     return int(np.partition(mutual, size - 1, axis=1)[:, :size].sum(axis=1).argmin())
-
-
-def _take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
-    """Move a free device and size - 1 others, each the nearest to those so far, out of ``free``."""
-    taken = [free.pop(first)]
-    sums = costs[taken[0]].copy()
-    while len(taken) < size:
-        nearest = min(range(len(free)), key=lambda k: sums[free[k]])
-        taken.append(free.pop(nearest))
-        sums += costs[taken[-1]]
-    return taken
 
 
 def combine(first: StageGroups, second: StageGroups, rng: np.random.Generator) -> np.ndarray:

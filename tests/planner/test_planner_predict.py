@@ -123,7 +123,7 @@ def test_the_trainer_takes_every_config_that_a_choice_makes(whole):
 
 @pytest.mark.parametrize("name", topology.NAMES)
 def test_the_planner_codes_what_gossip_codes(name):
-    """They must agree on every schedule; predictions, too, leave out what cannot be."""
+    """They must agree on every schedule."""
     schedule = topology.make(name, 8, local_size=4)
     for wire, codec in codecs.NAMED.items():
         try:
@@ -132,10 +132,8 @@ def test_the_planner_codes_what_gossip_codes(name):
             assert wire != "float32" and not runtime.codes(schedule, wire)
             with refuses(name, wire):
                 Gossip(schedule, wire=wire)
-            assert name not in predict.available(cluster(2, 4), wire)
         else:
             assert Gossip(schedule, wire=wire).wire == wire
-            assert name in predict.available(cluster(2, 4), wire)
     assert tuple(codecs.NAMED) == runtime.WIRES
 
 
