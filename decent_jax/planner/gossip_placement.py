@@ -6,8 +6,7 @@ different data does. A round sends the parameters that the replicas have at its 
 end, after the time that the network needs, the mixture replaces them, and the drift since the
 beginning is added (``combine="with"``). The mean squared distance from the mean then settles. Its
 average over time, relative to the effect of one second of drift, is the schedule's
-**disagreement**, in seconds: the age of the drift that is still there. **Consensus per second** is
-its inverse.
+**disagreement**, in seconds: the age of the drift that is still there.
 
 For rounds of equal length t it is
 
@@ -83,10 +82,6 @@ class PlacedSchedule:
             for rnd in self.schedule.rounds
         ]
 
-    @property
-    def consensus_per_s(self) -> float:
-        return 1 / self.disagreement_s if self.disagreement_s else math.inf
-
 
 def evaluate(
     network: Network,
@@ -127,15 +122,10 @@ def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
     n = len(matrices[0])
     if n == 1:
         return 0.0
-    before = _settled_covariances(matrices, round_s)
-    distance = [float(np.trace(covariance)) / (n - 1) for covariance in before]
-    return _time_average(distance, round_s)
-
-
-def _time_average(distance: ArrayLike, round_s: ArrayLike) -> float:
-    """The mean squared distance over time; each round begins with one and adds 1 per second."""
-    seconds = np.asarray(round_s, float)
-    return float(seconds @ (np.asarray(distance) + seconds / 2) / seconds.sum())
+    before, seconds = _settled_covariances(matrices, round_s), np.asarray(round_s, float)
+    distance = np.array([np.trace(covariance) / (n - 1) for covariance in before])
+    # Over time: each round begins with its distance and adds 1 per second.
+    return float(seconds @ (distance + seconds / 2) / seconds.sum())
 
 
 def _settled_covariances(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> list[np.ndarray]:
@@ -208,7 +198,12 @@ def place_schedule(
         first = [np.arange(len(groups))]
         with clock(time_limit_s, steps, "placing groups", progress) as parts:
             starts.append(groups[_best_order(first, cost, rng, parts)].ravel())
-    cost = _period_cost(network, schedule, num_bytes, compute_s)
+    wanted = schedule, num_bytes, compute_s
+    cost = (
+        _Permutes(network, *wanted)
+        if all(rnd.group_size == 1 for rnd in schedule.rounds)
+        else lambda order: sum(_evaluate_rounds(network.take(order), *wanted))
+    )
     with clock(time_limit_s, steps, "placing replicas", progress) as parts:
         best = _best_order(starts, cost, rng, parts)
     found = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
@@ -267,15 +262,6 @@ def clock(
     form = "{desc} |{bar}| {n:.1f}/{total:.0f} s"
     with tqdm(total=time_limit_s, disable=not progress, desc=what, bar_format=form) as bar:
         yield parts(bar)
-
-
-def _period_cost(
-    network: Network, schedule: Schedule, num_bytes: float, compute_s: float
-) -> Callable[[np.ndarray], float]:
-    """The function of an order to minimise: seconds of a period; `_Permutes` adds a little."""
-    if all(rnd.group_size == 1 for rnd in schedule.rounds):
-        return _Permutes(network, schedule, num_bytes, compute_s)
-    return lambda order: sum(_evaluate_rounds(network.take(order), schedule, num_bytes, compute_s))
 
 
 class _Permutes:

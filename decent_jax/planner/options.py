@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -73,43 +73,35 @@ PARAMETERS = number(1, 1e13)
 MUST = "required"
 
 
-class Flag(NamedTuple):
-    """A flag; a default other than None is added to its help."""
-
-    name: str
-    metavar: str
-    type: Callable[[str], Any]
-    default: Any
-    help: str
-
-
+# Name, metavar, type, default (one other than None is added to the help), help.
+Flag = tuple[str, str, Callable[[str], Any], Any, str]
 NETWORK = (
-    Flag("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
-    Flag("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
-    Flag("devices_per_node", "L", COUNT, None, "of a preset (default: config.local_size)"),
+    ("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
+    ("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
+    ("devices_per_node", "L", COUNT, None, "of a preset (default: config.local_size)"),
 )
 WORKLOAD = (
-    Flag("parameters", "P", PARAMETERS, None, "number of parameters of the model"),
-    Flag("config", "FILE[:ARGUMENTS]", str, None, "config file of train.py"),
-    Flag("compute_s", "S", SECONDS, None, "seconds of forward and backward of one replica"),
-    Flag("sigma", "S", number(0, 5), 0.0, "compute varies: lognormal, 0.1 is about 10%%"),
-    Flag("trace", "DIR|FILE", str, None, "--workdir of a run whose step times say both instead"),
+    ("parameters", "P", PARAMETERS, None, "number of parameters of the model"),
+    ("config", "FILE[:ARGUMENTS]", str, None, "config file of train.py"),
+    ("compute_s", "S", SECONDS, None, "seconds of forward and backward of one replica"),
+    ("sigma", "S", number(0, 5), 0.0, "compute varies: lognormal, 0.1 is about 10%%"),
+    ("trace", "DIR|FILE", str, None, "--workdir of a run whose step times say both instead"),
 )
 SEARCH = (
-    Flag("plan", "FILE.json", command_line.output_file, None, "write the plan for train.py"),
-    Flag("time_limit_s", "S", SECONDS, 5.0, "seconds that the search may take"),
+    ("plan", "FILE.json", command_line.output_file, None, "write the plan for train.py"),
+    ("time_limit_s", "S", SECONDS, 5.0, "seconds that the search may take"),
 )
 SCHEDULES = ", ".join(NAMES)
 STAGES = "pipeline stages in data-parallel groups (DT-FM)"  # a group of flags of place
-FLAGS = {
+FLAGS: dict[str, tuple[Flag, ...]] = {
     "network": (
         *NETWORK,
-        Flag("save", "FILE.json", command_line.json_file, None, "write the network as JSON"),
+        ("save", "FILE.json", command_line.json_file, None, "write the network as JSON"),
     ),
     "predict": (
         *NETWORK,
         *WORKLOAD,
-        Flag(
+        (
             "out",
             "FILE.png",
             command_line.picture_file,
@@ -120,28 +112,28 @@ FLAGS = {
     "recommend": (
         *NETWORK,
         *WORKLOAD,
-        Flag("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
-        Flag("mix_every", "H,H", several(number(1, 1000, int)), "1", "steps per round to try"),
-        Flag("wires", "W,W", several(one_of(*WIRES)), "float32", f"of {', '.join(WIRES)}"),
+        ("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
+        ("mix_every", "H,H", several(number(1, 1000, int)), "1", "steps per round to try"),
+        ("wires", "W,W", several(one_of(*WIRES)), "float32", f"of {', '.join(WIRES)}"),
         *SEARCH,
     ),
     "place": (
         *NETWORK,
         *SEARCH,
-        Flag("parameters", "P", PARAMETERS, MUST, "number of parameters of the model"),
-        Flag("schedule", "NAME", str, "one_peer_exp", f"one of {SCHEDULES}"),
-        Flag("compute_s", "S", number(0, LONGEST_S), 0.0, "of a replica's, or pipeline's, batch"),
+        ("parameters", "P", PARAMETERS, MUST, "number of parameters of the model"),
+        ("schedule", "NAME", str, "one_peer_exp", f"one of {SCHEDULES}"),
+        ("compute_s", "S", number(0, LONGEST_S), 0.0, "of a replica's, or pipeline's, batch"),
     ),
     STAGES: (
-        Flag("stages", "K", COUNT, None, "pipeline stages"),
-        Flag("replicas", "R", COUNT, None, "pipelines; they take K x R devices"),
-        Flag("pipeline_bytes", "B", number(0, 1e15), None, "bytes per step to the next stage"),
-        Flag("micro_batches", "M", COUNT, None, "of a pipeline: also predict and shorten the step"),
-        Flag("averaging", "A", one_of(*AVERAGING[1:]), "gossip", f"{' or '.join(AVERAGING[1:])}"),
-        Flag("order", "O", one_of(*ORDERS), "1f1b", f"of micro-batches: {' or '.join(ORDERS)}"),
-        Flag("layers", "L", COUNT, None, "of the model: also say how many each stage gets"),
-        Flag("output_layers", "X", number(0, 1e4), 0.0, "cost of the output layer, in layers"),
-        Flag("speeds", "FILE.json", str, None, "list of relative speeds, one per device"),
+        ("stages", "K", COUNT, None, "pipeline stages"),
+        ("replicas", "R", COUNT, None, "pipelines; they take K x R devices"),
+        ("pipeline_bytes", "B", number(0, 1e15), None, "bytes per step to the next stage"),
+        ("micro_batches", "M", COUNT, None, "of a pipeline: also predict and shorten the step"),
+        ("averaging", "A", one_of(*AVERAGING[1:]), "gossip", f"{' or '.join(AVERAGING[1:])}"),
+        ("order", "O", one_of(*ORDERS), "1f1b", f"of micro-batches: {' or '.join(ORDERS)}"),
+        ("layers", "L", COUNT, None, "of the model: also say how many each stage gets"),
+        ("output_layers", "X", number(0, 1e4), 0.0, "cost of the output layer, in layers"),
+        ("speeds", "FILE.json", str, None, "list of relative speeds, one per device"),
     ),
 }
 

@@ -170,15 +170,11 @@ class StepTime:
     ) -> None:
         self.network, self.job, self.schedule = network, job, schedule
         self.message_bytes = job.pipeline_bytes / micro_batches
-        self.actions = {
-            order: in_order(
-                [
-                    orders.order(order, job.num_stages, micro_batches, s)
-                    for s in range(job.num_stages)
-                ]
-            )
-            for order in orders.ORDERS
-        }
+        self.actions = {}
+        for order in orders.ORDERS:
+            stages = range(job.num_stages)
+            lists = [orders.order(order, len(stages), micro_batches, s) for s in stages]
+            self.actions[order] = in_order(lists)
 
     def __call__(
         self, stages: np.ndarray, forward_s: np.ndarray, order: str, averaging: str

@@ -58,7 +58,7 @@ MOST_LINES = {
     "train": 4100,
     "cpu": 600,
     "cluster": 1300,
-    "planner": 2434,
+    "planner": 2325,
     "actors": 230,
     "peers": 2050,
     "pipelines": 1150,

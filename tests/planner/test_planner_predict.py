@@ -104,23 +104,6 @@ def test_fast_networks_get_all_reduce_and_slow_ones_gossip():
     assert slow[0].algorithm.name != "all_reduce"
 
 
-@pytest.mark.parametrize("whole", [cluster(2, 3), cluster(2, 2), cluster(1, 2)], ids=str)
-def test_the_trainer_takes_every_config_that_a_choice_makes(whole):
-    """Of the schedules that exist, none is left out in float32."""
-    config = train.default_config("language_modeling")
-    config.batch_size = config.eval.batch_size = whole.num_devices
-    config.data.path = "stdlib"
-    every = {"mix_every": (3,), "wires": ("float32", "int8")}
-    found = recommend.choices(whole, workload(), **every)
-    for choice in found:
-        config.update_from_flattened_dict(recommend.config_fields(choice))
-        train.validate(config)
-        if isinstance(choice.algorithm, Gossip):
-            assert config.comm_dtype == choice.algorithm.wire
-    plain = {one.algorithm.name for one in found if not one.prediction.label.endswith("int8")}
-    assert plain == {*predict.available(whole)} - {"all_reduce_hierarchical"}
-
-
 @pytest.mark.parametrize("name", topology.NAMES)
 def test_the_planner_codes_what_gossip_codes(name):
     """They must agree on every schedule."""
