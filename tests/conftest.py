@@ -160,8 +160,3 @@ def users_hlo():
 def x64():
     with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture
-def mesh8():
-    return jax.make_mesh((8,), ("replica",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -124,10 +124,9 @@ def test_dropout_attention_is_the_same_attention(network):
     assert_close(got, logits_of(module, config, params, sentences))
 
 
-@each
-def test_on_cpus_no_fusion_reads_more_in_a_deeper_model(network):
+def test_on_cpus_no_fusion_reads_more_in_a_deeper_model():
     """None computes the gradient of the residual stream again, a sum over all later branches."""
-    module, config, sentences = network
+    module, config, sentences = NETWORKS["gpt2"]
 
     def reads(layers):
         """The arrays that the fusion with most of them reads."""

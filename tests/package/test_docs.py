@@ -145,6 +145,15 @@ def test_the_trainer_takes_the_config_of_every_command(path, monkeypatch):
             assert absent, (name, fields, error)
 
 
+def test_the_checks_of_this_file_find_something():
+    text = "`docs/a.md`, [b](c/d.png), `tests/NAME.py` and `python -m decent_jax.plots.runs RUN`"
+    assert paths_in(text) == ["c/d.png", "docs/a.md"]
+    assert modules_in(text) == ["decent_jax.plots.runs"]
+    found = {name for pairs in NAMING.values() for name, _ in pairs}
+    assert {"quickstart", "configs/gpt2_openwebtext.py:peers", "gpt3_xl_dtfm", "FILE"} < found
+    assert sum(len(fields) for pairs in NAMING.values() for _, fields in pairs) > 30
+
+
 FIGURES = [*(ROOT / "docs" / "figures").glob("*"), *(ROOT / "docs" / "notebooks").glob("*.png")]
 
 

@@ -90,11 +90,6 @@ def hypercube(n):
     return cycle([pairs(n, *((i, i ^ s) for i in range(n) if i < i ^ s)) for s in shifts])
 
 
-def average_every(n, every):
-    """J at steps t with (t + 1) % every == 0, else nothing: local SGD."""
-    return lambda t: None if (t + 1) % every else average(n)
-
-
 # Gossip of parameters.
 
 
@@ -361,13 +356,6 @@ def quadratic(n=8):
         return a[:, None] * (x - b[:, None])
 
     return Quadratic(a, b, grad, ring(n), float(a @ b / a.sum()))
-
-
-def random_problem(n=8, d=3, seed=0):
-    """A start and gradients that differ between replicas, coordinates and steps."""
-    rng = np.random.default_rng(seed)
-    a, b = rng.uniform(0.2, 1, (n, d)), rng.normal(size=(n, d))
-    return rng.normal(size=(n, d)), lambda x, t: a * (x - b * np.cos(t))
 
 
 def assert_same(got, wanted, tolerance=1e-12):

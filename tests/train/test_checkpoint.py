@@ -133,11 +133,6 @@ def test_rows_of_steps_that_were_lost_are_replaced(copy, whole):
     assert not half.exists() and not list((folder / "best").glob(".*"))
 
 
-def test_resuming_on_other_devices(copy, whole):
-    folder = tiny.run(config(mesh={"devices": 2, "loop": True}), copy(step=16))
-    np.testing.assert_allclose(tiny.losses(folder), tiny.losses(whole), rtol=1e-5)
-
-
 def test_a_finished_run_is_left_alone_and_can_be_extended(copy, whole, tmp_path, capsys):
     """Nor do fewer steps than are done change it."""
     folder = copy()
@@ -244,7 +239,7 @@ def test_more_steps_compile_nothing_more(tmp_path, programs):
 
 
 def test_another_number_of_replicas_continues_from_the_mean(copy, monkeypatch, capsys):
-    """More of them; test_a_smaller_batch_goes_on_with_the_next_example has fewer."""
+    """More of them; test_supervise has fewer, with a smaller batch."""
     n = 8
     states, restore = [], Synchronous.restore
 
@@ -282,13 +277,6 @@ def test_another_number_of_replicas_continues_from_the_mean(copy, monkeypatch, c
     summary = tiny.summary(folder)
     assert summary["steps"] == STEPS and summary["num_replicas"] == n
     assert np.isfinite(tiny.losses(folder)).all()
-
-
-def test_a_smaller_batch_goes_on_with_the_next_example(copy):
-    """16 steps of 8 examples, then 4 of 4."""
-    folder = tiny.run(config(num_replicas=2, batch_size=4), copy(step=16))
-    meta = json.loads((folder / "checkpoints" / "20" / "meta.json").read_text())
-    assert meta["examples"] == 16 * 8 + 4 * 4
 
 
 # --- another config, another run ------------------------------------------------------------------

@@ -3,16 +3,19 @@
 import itertools
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import psutil
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from toys.waves import Waves
 
-from decent_jax.ground import account
-from decent_jax.train import goodput
+from decent_jax.ground import account, machine
+from decent_jax.train import goodput, synchronous
 from decent_jax.train.goodput import CAUSES, Clock, Idle
 from decent_jax.train.synchronous import Feed
 
@@ -61,24 +64,11 @@ def test_each_moment_counts_once_by_hand():
         "checkpoints": 1.0,
     }
     assert sum(spent.values()) == moved.at - 5.0 == 96.0
-    assert Clock(lambda: 7.0, began=4.0).spent()["start"] == 3.0
     assert account.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
     assert account.describe(spent, mfu=0.4) == (
         "goodput 70% of 1 min 36 s: 12% compiling, 9% evaluation, 4% data, 3% start, "
         "1% checkpoints; 40.0% of the devices' peak (mfu)"
     )
-
-
-def test_a_row_counts_steps_and_data_alone():
-    moved = Moved()
-    moved.spend(1.0, "compiling")
-    moved.clock.begin_row(seconds=3.0, waited=0.5)  # of an earlier session
-    moved.spend(6.0)
-    moved.clock.waited_for_data(2.0)
-    moved.spend(7.0, "evaluation")
-    assert moved.clock.lap() == (9.0, 2.5)
-    moved.spend(2.0)
-    assert (moved.clock.seconds, moved.clock.of_row(), moved.clock.waited) == (6.0, 2.0, 0.0)
 
 
 SPAN = st.integers(0, 50)
@@ -127,6 +117,15 @@ def test_over_sessions_the_sum_is_the_time_and_steps_are_those_that_stayed(sessi
         now = moved.at
 
 
+def test_a_session_that_begins_before_its_clock():
+    assert Clock(lambda: 7.0, began=4.0).spent()["start"] == 3.0
+    with goodput.session(100.0), goodput.session():
+        assert goodput.session_clock().spent()["start"] >= 100.0
+    assert goodput.session_clock().spent()["start"] < 100.0
+    by_psutil = time.time() - psutil.Process().create_time()
+    assert machine.process_seconds() == pytest.approx(by_psutil, abs=5)
+
+
 def test_waiting_for_data_while_the_devices_work_costs_nothing():
     now, ended, seen = [0.0], threading.Event(), threading.Event()
 
@@ -151,8 +150,12 @@ def test_waiting_for_data_while_the_devices_work_costs_nothing():
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def test_the_account_of_a_run_is_its_time(tmp_path):
-    """On a clock that goes on by one whenever it is read; little is read after the last record."""
+def test_the_account_of_a_run_is_its_time(tmp_path, monkeypatch):
+    """On a clock that goes on by one whenever it is read; little is read after the last record.
+
+    And its mfu, on devices of 1 MFLOP/s.
+    """
+    monkeypatch.setattr(synchronous, "peak", lambda devices: 1e6 * len(list(devices)))
     ticks = itertools.count()
     settings = tiny.waves(eval={"every": 4}, checkpoint={"every": 3}, log={"every": 2})
     folder = tiny.run(settings, tmp_path, clock=Clock(lambda: next(ticks)))
@@ -167,6 +170,10 @@ def test_the_account_of_a_run_is_its_time(tmp_path):
     )
     rows, causes = tiny.rows(folder), {f"goodput/{cause}" for cause in CAUSES}
     assert [row["step"] for row in rows if "goodput" in row] == [2, 4, 6, 8, 10, 12]
+    mfu = {row["perf/step_time_s"]: row["perf/mfu"] for row in rows if "perf/mfu" in row}
+    for seconds, found in mfu.items():
+        assert found == pytest.approx(Waves.flops_per_example * 8 / seconds / 1e6, rel=1e-5)
+    assert min(mfu.values()) <= tiny.summary(folder)["mfu"] <= max(mfu.values())
     explained = [row for row in rows if causes & set(row)]
     assert [row["step"] for row in explained] == [4, 8, 12]
     for row in explained:

@@ -50,25 +50,15 @@ def test_rounds_are_repeated_for_methods_that_count_them():
     assert make_schedule(config, plan).period == 6
 
 
-@pytest.mark.parametrize(
-    ("devices", "settings", "named"),
-    [
-        (HERE, {"num_replicas": 2}, ["plan.json", "num_replicas 2"]),
-        (["a/0", *HERE[1:]], {}, ["a/0", HERE[0]]),
-        (HERE, {"mesh": {"devices": 2}}, ["4 replicas", "2"]),
-    ],
-)
-def test_a_plan_for_another_cluster_is_refused(run, tmp_path, devices, settings, named):
-    plan = save(tmp_path, devices, topology.make("ring", 4))
-    with refuses(*named, error=ConfigError):
-        run(**{"mesh": {"devices": 4}} | settings, cluster=plan)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_plan_that_cannot_be_read_is_refused(run, tmp_path):
-    path = str(tmp_path / "nowhere.json")
-    with refused("cluster.plan", path):
-        run(cluster={"plan": path})
+def test_a_plan_for_another_cluster_is_refused(run, tmp_path):
+    for settings, *named in (
+        ({"num_replicas": 2}, "plan.json", "num_replicas 2"),
+        ({"mesh": {"devices": 2}}, "4 replicas", "2"),
+    ):
+        with refuses(*named, error=ConfigError):
+            plan = save(tmp_path, HERE, topology.make("ring", 4))
+            run(**{"mesh": {"devices": 4}} | settings, cluster=plan)
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_is_for_devices_that_are_gone(tmp_path):
