@@ -176,16 +176,6 @@ def test_no_checkpoint_that_can_be_read(copy):
     assert tiny.saved_steps(folder) == [12, 16, 20]  # nothing was moved or overwritten
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("config.json", '{"task": '), ("metrics.jsonl", "x\ny\n")]
-)
-def test_damaged_records_are_a_sentence(copy, name, text):
-    folder = copy()
-    (folder / name).write_text(text)
-    with refuses(name):
-        tiny.run(config(), folder)
-
-
 # --- what a checkpoint holds ----------------------------------------------------------------------
 
 
