@@ -88,6 +88,7 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
     if not cluster.coordinator and launcher is None:
         open_devices()
         return "one process (no coordinator in the config, no launcher detected)"
+    place = _place(cluster, launcher)
     if xla_bridge.backends_are_initialized():
         raise ConfigError(
             "the config file or the task has used jax, which can then no longer join other "
@@ -95,7 +96,6 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
             field="cluster.coordinator",
             value=cluster.coordinator,
         )
-    place = _place(cluster, launcher)
     check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
     # CPU devices of several processes exchange data over gloo; GPUs ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -65,9 +65,9 @@ class Local:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
-        costs one more pass over memory. We check the gradient, whose norm we need anyway, the first
-        number of every array of the update and its smallest array, which show what spoils all of
-        it (a learning rate, a moment). Other numbers that are not finite are left out one by one;
+        costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
+        smallest arrays of the update, which show what spoils all of it (a learning rate, a moment)
+        even where one of them is frozen. Other numbers that are not finite are left out one by one;
         Adam with ``eps`` above 0 has none if the norm of the gradient is finite. So mixing,
         moments, decay and check are one pass, on GPUs one kernel per array. Checking the whole
         update first moved 18 instead of 10 times the bytes of the parameters in decentralized Adam,

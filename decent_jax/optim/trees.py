@@ -62,9 +62,19 @@ def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
 
 
 def samples(tree: Any) -> list[jax.Array]:
-    """The array with the fewest numbers, and the first number of every other."""
+    """The smallest arrays: the first, those of up to 256 numbers, and 1/64 of all numbers.
+
+    Several, since the first may be frozen; and no more, since to read an array of an update writes
+    it out before it is applied.
+    """
     leaves = sorted((x for x in jax.tree.leaves(tree) if x.size), key=lambda x: x.size)
-    return [*leaves[:1], *(x[(slice(1),) * x.ndim] for x in leaves[1:])]
+    total, held = sum(x.size for x in leaves), 0
+    found = leaves[:1]
+    for x in leaves[1:]:
+        held += x.size
+        if x.size <= 256 or 64 * held <= total:
+            found.append(x)
+    return found
 
 
 def with_own_keys(state: Any, replica: Callable[[], jax.Array]) -> Any:
