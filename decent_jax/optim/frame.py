@@ -82,7 +82,7 @@ class Local:
         state = old if self.replica is None else trees.with_own_keys(old, self.replica)
         change, inner = self.optimizer.update(self.grads, state, params, **given)
         ok = trees.acceptable(self.grads, self.value)
-        ok &= trees.all_finite(trees.samples(change)) & self.active
+        ok &= trees.unspoiled(change) & self.active
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )

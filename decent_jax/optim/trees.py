@@ -61,20 +61,20 @@ def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
     return _all(flags)
 
 
-def samples(tree: Any) -> list[jax.Array]:
-    """The smallest arrays: the first, those of up to 256 numbers, and 1/64 of all numbers.
+def unspoiled(update: Any) -> jax.Array:
+    """() bool: the smallest array is finite, and no other small one lacks a finite number.
 
-    Several, since the first may be frozen; and no more, since to read an array of an update writes
-    it out before it is applied.
+    Small are arrays of up to 256 numbers, and those that hold 1/64 of all. Several, since the
+    smallest may be frozen; and no more, since to read an array of an update writes it out before
+    it is applied.
     """
-    leaves = sorted((x for x in jax.tree.leaves(tree) if x.size), key=lambda x: x.size)
-    total, held = sum(x.size for x in leaves), 0
-    found = leaves[:1]
+    leaves = sorted((x for x in jax.tree.leaves(update) if x.size), key=lambda x: x.size)
+    total, held, flags = sum(x.size for x in leaves), 0, [all_finite(leaves[:1])]
     for x in leaves[1:]:
         held += x.size
         if x.size <= 256 or 64 * held <= total:
-            found.append(x)
-    return found
+            flags.append((jnp.abs(x) < jnp.inf).any())
+    return _all(flags)
 
 
 def with_own_keys(state: Any, replica: Callable[[], jax.Array]) -> Any:
