@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import read_text
 from decent_jax.models import decoders
 from decent_jax.models.gpt2 import GPT2Config
@@ -140,7 +141,9 @@ def check(path: Path, config: decoders.Config) -> None:
     said = json.loads(read_text(path))
     if not isinstance(said, dict) or said.get("model_type") != kind:
         found = said.get("model_type") if isinstance(said, dict) else None
-        raise ValueError(f"{path} says model_type {found!r}, and this run's model is a {kind!r}")
+        raise ValueError(
+            f"{path} says model_type {shown(found)}, and this run's model is a {kind!r}"
+        )
     said = _complete(kind, said)
     wanted = _complete(kind, wanted)
     unlike = {
@@ -152,12 +155,14 @@ def check(path: Path, config: decoders.Config) -> None:
     }
     for key in sorted(unlike.keys() - _FIELDS):
         raise ValueError(
-            f"{path} says {key} {unlike[key]!r}, which this model cannot follow"
+            f"{path} says {key} {shown(unlike[key])}, which this model cannot follow"
             + (f": it has {wanted[key]!r}" if key in wanted else "")
         )
     if unlike:
-        differences = ", ".join(f"{key} {unlike[key]!r} (here {wanted[key]!r})" for key in unlike)
-        settings = " ".join(f"--config.model.{_FIELDS[key]}={unlike[key]}" for key in unlike)
+        differences = ", ".join(
+            f"{key} {shown(unlike[key])} (here {wanted[key]!r})" for key in unlike
+        )
+        settings = " ".join(f"--config.model.{_FIELDS[key]}={shown(unlike[key])}" for key in unlike)
         raise ValueError(f"{path} says {differences}: set {settings}")
 
 

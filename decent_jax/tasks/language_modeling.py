@@ -198,9 +198,10 @@ class LanguageModeling(Task):
         try:
             return weights.load_decoder(self.init_from, self.config)
         except Exception as error:  # safetensors has kinds of its own
-            raise DataError(
-                f"model.init_from: {self.init_from} cannot be read ({short(error)})"
-            ) from None
+            why = f"{self.init_from} cannot be read ({short(error)})"
+            if type(error) is ValueError:  # a sentence of `weights`, which ends with what to do
+                why = str(error)
+            raise DataError(f"model.init_from: {why}") from None
 
     def loss(self, params, model_state, batch, key):
         logits = decoders.apply(self.config, params, batch[:, :-1], key)

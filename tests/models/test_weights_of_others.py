@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny
 from datafiles import DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,9 @@ from networks import assert_close
 from refusals import refuses
 from test_transformer_weights import SOURCE, TARGET_IN, saved
 
+from decent_jax import tasks
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.progress import announce
 from decent_jax.models import decoders, hf_config, transformer, weights
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
@@ -162,6 +166,13 @@ def test_names_of_a_compiled_module(changed):
     found = weights.load_decoder(path, GPT2)
     wanted = weights.load_decoder(FOLDER / "gpt2" / "model.safetensors", GPT2)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_run_names_all_settings_that_would_agree(tiny_data, tmp_path):
+    path = str(FOLDER / "gpt2_untied" / "model.safetensors")
+    config = tiny.config(tiny_data, model={"init_from": path})
+    with refuses("model.init_from", "model.layers=2", "model.tied=False", error=DataError):
+        tasks.find("language_modeling").make(config, tmp_path, announce)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "null", '{"model_type": []}'])
