@@ -23,9 +23,9 @@ from decent_jax.models.pieces import cross_entropy
 from decent_jax.pipelines.part import Part
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
+from decent_jax.train import checkpoint_arrays as arrays
 from decent_jax.train import step as step_lib
-from decent_jax.train import stored, xla
-from decent_jax.train.checkpoint import STAGE
+from decent_jax.train import xla
 from decent_jax.train.step import TrainState
 
 _MESSAGES = 2**30  # keys for their rounding, apart from those of the blocks for dropout
@@ -150,22 +150,22 @@ class Stage:
     @property
     def name(self) -> str:
         """Of its part of a checkpoint."""
-        return f"{STAGE}{self.part.stage}"
+        return f"{arrays.STAGE}{self.part.stage}"
 
     def save(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
-        """Begin to write its state; see `decent_jax.train.stored.begin`."""
-        return self._run(stored.begin, writer, draft, self.name, stored.tree_of(self.state))
+        """Begin to write its state; see `decent_jax.train.checkpoint_arrays.begin`."""
+        return self._run(arrays.begin, writer, draft, self.name, arrays.tree_of(self.state))
 
     def save_model(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
         """Begin to write the mean of all replicas, likewise."""
         model = {"params": self._consensus_model(), "model_state": {}}
-        return self._run(stored.begin, writer, draft, self.name, model)
+        return self._run(arrays.begin, writer, draft, self.name, model)
 
     def restore(self, checkpoint: Path, meta: dict[str, Any]) -> None:
         """Take its arrays from a checkpoint of any number of stages and replicas."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
         given = checkpoint, meta, like, self.placement, self.config.optimizer.window
-        self.state = self._run(stored.restore, *given)
+        self.state = self._run(arrays.restore, *given)
 
     def _consensus_model(self) -> Any:
         return self._run(self._consensus, self.state.params)

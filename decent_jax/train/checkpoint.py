@@ -2,9 +2,9 @@
 
 ``checkpoints/STEP`` and ``best/STEP`` appear by a rename once all that is in them is on the disk.
 They hold one folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
-`decent_jax.train.stored`) and ``meta.json``: step, replicas, config, position, the identity of the
-run, and a checksum of every array. A name that begins with a dot belongs to no checkpoint: it is
-being written, or removed, and the next start of the run clears it away.
+`decent_jax.train.checkpoint_arrays`) and ``meta.json``: step, replicas, config, position, the
+identity of the run, and a checksum of every array. A name that begins with a dot belongs to no
+checkpoint: it is being written, or removed, and the next start of the run clears it away.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from decent_jax.cluster import watch
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
 from decent_jax.ground.json_files import flat, read_json, write_atomic, write_json_atomic
 from decent_jax.replicas import Placement
-from decent_jax.train import stored
+from decent_jax.train import checkpoint_arrays as arrays
+from decent_jax.train.checkpoint_arrays import STAGE, STATE
 from decent_jax.train.evaluation import Model
 from decent_jax.train.experiment import Experiment, facts_of
 from decent_jax.train.step import TrainState
-from decent_jax.train.stored import STAGE, STATE
 from decent_jax.train.workdir import LOCK
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Checkpointer:
         """Copy the state to the host, and write it in the background."""
         if step != self._saved:
             self._saved = step
-            self._save(self.workdir / FOLDER, step, stored.tree_of(state), meta, self._keep)
+            self._save(self.workdir / FOLDER, step, arrays.tree_of(state), meta, self._keep)
 
     def save_best(self, step: int, params: Any, model_state: Any, meta: dict) -> None:
         """Keep the consensus model (no replica dimension) as the best so far, likewise."""
@@ -209,7 +209,7 @@ class Checkpointer:
             )
         found = first_whole(
             self.workdir / FOLDER,
-            lambda folder, meta: stored.restore(folder, meta, like, placement, accum_steps),
+            lambda folder, meta: arrays.restore(folder, meta, like, placement, accum_steps),
             say,
             self.steps(),
         )
@@ -243,7 +243,7 @@ class Checkpointer:
         self.wait()
         draft = draft_of(folder, step)
         with _writing(self.workdir):
-            sums = stored.begin(self._writer, draft, STATE, tree)
+            sums = arrays.begin(self._writer, draft, STATE, tree)
         meta = meta | {"step": step, "checksums": {STATE: sums}}
         self._writing = self._thread.submit(self._finish, draft, meta, keep)
 

@@ -36,7 +36,7 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
 from decent_jax.ground.format import format_bytes
 from decent_jax.replicas import Placement
-from decent_jax.train import copy_file, stored
+from decent_jax.train import checkpoint_arrays, copy_file
 from decent_jax.train.checkpoint import run_of
 from decent_jax.train.copy_file import Part, parts_of
 from decent_jax.train.neighbours import Neighbours, from_first
@@ -98,7 +98,7 @@ class Copies:
         if self._writing is not None:
             self._writing.result()
         row = dict(meta["row"])
-        copied = self._copied({"state": stored.tree_of(state), "sums": row.pop("sums")})
+        copied = self._copied({"state": checkpoint_arrays.tree_of(state), "sums": row.pop("sums")})
         own = meta | {"step": done, "row": row}
         began, other = time.perf_counter(), None
         if self._neighbours is not None:
@@ -136,7 +136,7 @@ class Copies:
                 for step in self.steps(kind)[:-_KEPT]:
                     self._remove(step, kind)
                 if tree is not None:
-                    parts = {name: parts_of(x) for name, x in stored.named(tree).items()}
+                    parts = {name: parts_of(x) for name, x in checkpoint_arrays.named(tree).items()}
                     copy_file.write(draft, header, parts)
                     draft.rename(self.folder / f"{done}{kind}")
             self._failed = False
@@ -181,7 +181,7 @@ class Copies:
             number of replicas, all continue from the mean of those that are still there.
           after: the step of the newest checkpoint; older copies are left alone.
         """
-        tree = {"state": stored.tree_of(like)}
+        tree = {"state": checkpoint_arrays.tree_of(like)}
         shapes = jax.eval_shape(self._copied, tree) | {"sums": sums_like(placement.num_replicas)}
         found = None
         while found is None:
@@ -191,20 +191,20 @@ class Copies:
                 self._forget(after)
                 return None
             found = self._collect(
-                step, step in own, step in others, stored.named(shapes), placement
+                step, step in own, step in others, checkpoint_arrays.named(shapes), placement
             )
         self._forget(step)
         arrays, header = found
         if self.every == AUTOMATIC:
             self.every = header["every"]
-        leaves = [arrays[name] for name in stored.named(tree)]
+        leaves = [arrays[name] for name in checkpoint_arrays.named(tree)]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        state = jax.tree.map(_as_key, stored.unstored(tree["state"], like), like)
+        state = jax.tree.map(_as_key, checkpoint_arrays.unstored(tree["state"], like), like)
         meta = header["meta"]
         sums = {name: arrays.get(f"sums/{name}") for name in shapes["sums"]}
         meta |= {"row": meta["row"] | {"sums": None if None in sums.values() else sums}}
         if meta["num_replicas"] != placement.num_replicas:
-            state = stored.change_replicas(state, placement, accum_steps)
+            state = checkpoint_arrays.change_replicas(state, placement, accum_steps)
         return state, meta
 
     def _forget(self, step: int) -> None:

@@ -24,7 +24,7 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import algorithm, stored, xla
+from decent_jax.train import algorithm, checkpoint_arrays, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
@@ -278,7 +278,7 @@ def _check_fits_the_model(config, task, tx, rate, placement) -> None:
         raise ConfigError(
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
         ) from None
-    stored.check(TrainState(params, model_state, kept))
+    checkpoint_arrays.check(TrainState(params, model_state, kept))
     check_state(placement, (params, kept))
 
 

@@ -22,7 +22,7 @@ from trees import assert_close, assert_equal
 from decent_jax import replicas, topology
 from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.optim import METHODS, Parts
-from decent_jax.train import checkpoint, saved_model, stored
+from decent_jax.train import checkpoint, checkpoint_arrays, saved_model
 from decent_jax.train.checkpoint import Checkpointer
 from decent_jax.train.step import TrainState
 
@@ -237,17 +237,17 @@ def test_a_checksum_notices_numbers_that_changed_places():
     for xp in (np, jnp):
         for dtype in ("float32", "bfloat16", "int8", "bool", "complex64"):
             x = xp.array([0, 1, 0, 0], dtype)
-            assert stored.checksums([x]) == stored.checksums([jnp.asarray(x)])
-            assert stored.checksums([x]) != stored.checksums([x[::-1]])
+            assert checkpoint_arrays.checksums([x]) == checkpoint_arrays.checksums([jnp.asarray(x)])
+            assert checkpoint_arrays.checksums([x]) != checkpoint_arrays.checksums([x[::-1]])
     wide = [np.array([2.0, 3.0]), np.array([3, 2**40])]
-    assert stored.checksums([wide[0]]) != stored.checksums([wide[0][::-1]])
-    assert stored.checksums([wide[1]]) != stored.checksums([wide[1] + 2**40])
+    assert checkpoint_arrays.checksums([wide[0]]) != checkpoint_arrays.checksums([wide[0][::-1]])
+    assert checkpoint_arrays.checksums([wide[1]]) != checkpoint_arrays.checksums([wide[1] + 2**40])
 
 
 def test_two_arrays_of_one_path_are_refused():
     """Only one of them would have a checksum."""
     with refuses("same path", error=CheckpointError):
-        stored.checksums({"a": {"b": np.zeros(2)}, "a/b": np.ones(2)})
+        checkpoint_arrays.checksums({"a": {"b": np.zeros(2)}, "a/b": np.ones(2)})
 
 
 def test_the_newest_are_kept_and_a_reader_sees_whole_ones_only(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from refusals import refuses
 
 from decent_jax import train
-from decent_jax.train import stored
+from decent_jax.train import checkpoint_arrays
 
 
 def config(tree, **changes):
@@ -52,6 +52,8 @@ def test_an_empty_array_of_an_optimizer_resumes(tmp_path, replicas):
     train.run(config("haiku", **optimizer, steps=2), tmp_path / "cut")
     resumed = {"num_replicas": replicas, "batch_size": 4}
     train.run(config("haiku", **optimizer, **resumed), tmp_path / "cut")
-    assert not any("projector" in name for name in sums(tmp_path / "cut", 4)[stored.STATE])
+    assert not any(
+        "projector" in name for name in sums(tmp_path / "cut", 4)[checkpoint_arrays.STATE]
+    )
     if replicas == 2:
         assert sums(tmp_path / "cut", 4) == sums(tmp_path / "whole", 4)
