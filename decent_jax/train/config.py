@@ -115,9 +115,7 @@ FIELDS = {
     "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
     "eval.batch_size": Changeable(0, "examples in one of them; 0: as in training", at_least=0),
     "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
-    "log.tensorboard": Changeable(False, "also write TensorBoard's files"),
-    "log.wandb": Changeable(False, "also log to Weights & Biases"),
-    "log.trackers": Changeable("", "classes of your own by their dotted names, between commas"),
+    "log.trackers": Changeable("", "tensorboard, wandb, classes of your own; between commas"),
     "profile.count": Changeable(0, "steps traced into workdir/profile, after 10", at_least=0),
 }
 

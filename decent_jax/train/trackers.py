@@ -1,9 +1,9 @@
 """Where else the numbers of a run go: TensorBoard, Weights & Biases, or a class of your own.
 
-A tracker is a class with the methods of `Tracker`. One of your own needs nothing else:
-``config.log.trackers`` may have its path, such as ``"mypackage.logs.MyTracker"``, or
-``"my_logs.MyTracker"`` for a ``my_logs.py`` beside the config file, or a name that `register` gave
-it.
+``config.log.trackers`` names them, between commas: ``"tensorboard,wandb"``. A tracker is a class
+with the methods of `Tracker`. One of your own needs nothing else: its name is its path, such as
+``"mypackage.logs.MyTracker"``, or ``"my_logs.MyTracker"`` for a ``my_logs.py`` beside the config
+file, or one that `register` gave it.
 """
 
 import importlib.util
@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
-from decent_jax.ground.fields import check_rules
 from decent_jax.ground.format import shorten
 from decent_jax.ground.json_files import flat, plain, write_atomic
 
@@ -45,7 +44,6 @@ class Tracker(Protocol):
         """The session ends, whatever ended it."""
 
 
-LOGGERS = ("tensorboard", "tensorboardX"), ("wandb", "wandb")  # extra, module
 # By name, what makes one from (workdir, start_step).
 TRACKERS: dict[str, Callable[..., Any]] = {}
 
@@ -64,15 +62,9 @@ def named(config: ConfigDict) -> dict[str, Callable[..., Any]]:
     """The classes that a config names.
 
     Raises:
-      ConfigError: there is no such class, or it lacks a method.
+      ConfigError: there is no such class, it lacks a method, or its package is not installed.
     """
-    log, names = config.log, []
-    for name, module in LOGGERS:
-        if log[name]:
-            needs = f"needs {module} (pip install 'decent_jax[{name}]') or must be False"
-            check_rules(config, (importlib.util.find_spec(module), f"log.{name}", needs))
-            names.append(name)
-    names += [name.strip() for name in log.trackers.split(",") if name.strip()]
+    names = [name.strip() for name in config.log.trackers.split(",") if name.strip()]
     return {name: _find(name) for name in names}
 
 
@@ -89,6 +81,10 @@ def _find(name: str) -> Callable[..., Any]:
     for method in ("log_hyperparameters", "log", "log_summary", "finish"):
         if not callable(getattr(found, method, None)):
             raise ConfigError.about("log.trackers", name, f"must have a method {method!r}")
+    package = getattr(found, "package", None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        needs = f"needs {package} (pip install 'decent_jax[{name}]') or must be left out"
+        raise ConfigError.about("log.trackers", name, needs)
     return found
 
 
@@ -144,6 +140,8 @@ class Trackers:
 class TensorBoard:
     """Event files in ``workdir/tensorboard``."""
 
+    package = "tensorboardX"
+
     def __init__(self, workdir: Path, start_step: int):
         from tensorboardX import SummaryWriter
 
@@ -174,6 +172,8 @@ class TensorBoard:
 
 class WandB:
     """A run of Weights & Biases; a resumed run continues it."""
+
+    package = "wandb"
 
     def __init__(self, workdir: Path, start_step: int):
         import wandb  # pyright: ignore[reportMissingImports]

@@ -245,15 +245,6 @@ def test_types_are_checked_in_a_config_made_by_hand(tiny_data):
             config_lib.validate(config)
 
 
-def test_loggers_that_are_not_installed_are_told_before_training(call, monkeypatch):
-    find = config_lib.importlib.util.find_spec
-    monkeypatch.setattr(
-        config_lib.importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
-    )
-    code, err = call("--config.log.wandb=true")
-    assert code == 2 and "log.wandb" in one_sentence(err)
-
-
 def test_all_reduce_does_not_mind_the_schedule():
     config = tiny.waves(num_replicas=6, batch_size=12, schedule="hypercube")
     with refused("schedule", "hypercube"):

@@ -79,7 +79,14 @@ def test_a_run_with_trackers_of_ones_own(tmp_path, monkeypatch, capsys):
 )
 def test_trackers_that_cannot_be(name):
     with refused("log.trackers"):
-        config_lib.validate(tiny.waves(log={"trackers": name}))
+        config_lib.validate(tiny.waves(log={"trackers": f"tensorboard,{name}"}))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_whose_package_is_not_installed_is_refused(name, monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: None)
+    with refused("log.trackers", name):
+        trackers.named(tiny.waves(log={"trackers": name}))
 
 
 def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
@@ -103,7 +110,7 @@ def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
     wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     wandb.init = lambda **settings: calls.append(settings) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    makes = trackers.named(tiny.waves(log={"tensorboard": True, "wandb": True}))
+    makes = trackers.named(tiny.waves(log={"trackers": "tensorboard, wandb"}))
     for start_step in (0, 10):
         both = Trackers(makes, tmp_path, start_step, pytest.fail)
         both.log_hyperparameters({"seed": 1})
