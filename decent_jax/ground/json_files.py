@@ -49,12 +49,12 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
       DataError: it cannot be read, or it is ``otherwise``.
     """
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_bytes(path))  # in UTF-8, with a mark of it or without, or UTF-16
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, nested too deep
+    except (ValueError, RecursionError):  # not text, not JSON, nested too deep
         raise DataError(f"{path}: {otherwise}") from None
 
 

@@ -1,12 +1,12 @@
 """The ``config.json`` of ``transformers``: what an export says of a model, and what it must say of
 weights that a run begins with."""
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import read_text
+from decent_jax.ground.json_files import read_json
 from decent_jax.models import decoders
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
@@ -128,24 +128,36 @@ _NEUTRAL = {
 }
 
 
-def check(path: Path, config: decoders.Config) -> None:
+def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     """Raises ValueError, one sentence, where a ``config.json`` describes another model than config.
 
     Every key counts: one that this model cannot follow is refused by name, and one that the run's
     config contradicts with the settings that agree. Without the file nothing is checked.
+
+    Args:
+      path: of the ``config.json``.
+      config: of the run's model.
+      own_head: the weights have an output layer, so that a config without ties is right whatever
+        the file says.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     wanted = describe(config)
     kind: str = wanted["model_type"]
-    said = json.loads(read_text(path))
+    otherwise = f"describes no {kind!r} of transformers; fetch it again, or take it away"
+    said = read_json(path, otherwise)
     if not isinstance(said, dict) or said.get("model_type") != kind:
         found = said.get("model_type") if isinstance(said, dict) else None
         raise ValueError(
             f"{path} says model_type {shown(found)}, and this run's model is a {kind!r}"
         )
-    said = _complete(kind, said)
     wanted = _complete(kind, wanted)
+    try:
+        said = _complete(kind, said)
+    except (TypeError, AttributeError, ArithmeticError):  # values of other kinds
+        raise ValueError(f"{path}: {otherwise}") from None
+    if own_head and not config.tied:
+        said["tie_word_embeddings"] = False
     unlike = {
         key: value
         for key, value in said.items()

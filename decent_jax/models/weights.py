@@ -15,11 +15,12 @@ A file is float32, and appears whole or not at all. ``transformers`` reads it as
 ``model.safetensors`` next to a ``config.json`` that holds `decent_jax.models.hf_config.describe`.
 """
 
+import contextlib
 import dataclasses
 import functools
-import json
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from decent_jax.ground.json_files import check_regular, read_text, write_atomic
+from decent_jax.ground.json_files import check_regular, read_json, write_atomic
 from decent_jax.models import decoders, hf_config, pieces, resnet, transformer
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.pieces import Params
@@ -121,16 +122,18 @@ def _write(path: Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, st
 _PREFIXES = "_orig_mod.", "transformer."  # of torch.compile, and of GPT2LMHeadModel
 _HEAD = "lm_head.weight"
 _OF_VOCABULARY = ("wte.weight", "model.embed_tokens.weight", _HEAD)
-_IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+_IGNORED = (".attn.bias", ".attn.masked_bias")
+_FREQUENCIES = "rotary_emb.inv_freq"
 
 
 def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     """Reads weights, published ones or those `save_decoder` wrote.
 
     A ``config.json`` beside the file must describe this model (`decent_jax.models.hf_config`).
-    Names may carry the prefixes ``_orig_mod.`` and ``transformer.``. The constants some files hold
-    (causal masks, rotary frequencies) are ignored, and so is a tied model's ``lm_head.weight``
-    where it repeats the token embedding.
+    Names may carry the prefixes ``_orig_mod.`` and ``transformer.``. The causal masks that some
+    files hold are ignored, and so is a tied model's ``lm_head.weight`` where it repeats the token
+    embedding; where only that one is stored, it is the embedding. Of a tensor that two shards hold
+    the index names the right one.
 
     Where ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
     padded with copies of its mean row. The logit of a padding token is then the mean logit, which
@@ -148,16 +151,19 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     Raises:
       ValueError: ``config.json`` describes another model; or a tensor is missing, stored twice,
         not finite, of another shape, or not part of this config (more layers, an output layer of
-        its own, biases other than zeros where it has none). The sentence names it.
+        its own, biases other than zeros where it has none, other rotary frequencies); or a file
+        is missing, or no safetensors file. The sentence names it.
     """
     path = Path(path)
-    hf_config.check(path.with_name("config.json"), config)
     layout, left = _decoder_layout(config), _stored(path, config)
+    hf_config.check(path.with_name("config.json"), config, own_head=_HEAD in left)
     tied_head = left.pop(_HEAD, None) if config.tied else None
 
     def leaf_of(tree_path, leaf):
         own = layout.name(tree_path)
         wanted = layout.turned(tree_path, np.broadcast_to(np.float32(0), leaf.shape)).shape
+        if own in _OF_VOCABULARY and tied_head:
+            left.setdefault(own, tied_head)
         if own not in left:
             others = ", ".join(sorted(left)[:3]) or "no others"
             raise ValueError(f"{path} has no tensor {own!r}; it has {others}")
@@ -172,8 +178,10 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
             padding = np.tile(value.mean(0, dtype=np.float64).astype(np.float32), (missing, 1))
             value = np.concatenate([value, padding])
         if value.shape != wanted:
+            rows = own in _OF_VOCABULARY and value.shape[1:] == wanted[1:]
             raise ValueError(
                 f"tensor {own!r} of {path} has the shape {value.shape}, the config wants {wanted}"
+                + (f"; set model.vocab_size={len(value)}" if rows else "")
             )
         return np.ascontiguousarray(layout.turned(tree_path, value))
 
@@ -202,24 +210,57 @@ def _read(file: Path, key: str) -> np.ndarray:
 
 def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
     """Names of tensors without prefixes: the file of each, and its name there."""
-    files = [path]
+    files, place = [path], {}
     if path.suffix == ".json":
-        names = {*json.loads(read_text(path))["weight_map"].values()}
-        files = [path.with_name(name) for name in sorted(names)]
+        otherwise = "is no index of .safetensors files; name one, or a .safetensors file"
+        place = read_json(path, otherwise)
+        place = place.get("weight_map") if isinstance(place, dict) else None
+        if not place or not isinstance(place, dict) or {*map(type, place.values())} != {str}:
+            raise ValueError(f"{path}: {otherwise}")
+        files = [path.with_name(name) for name in sorted(set(place.values()))]
     stored = {}
     for file in files:
-        check_regular(file)
-        with safetensors.safe_open(file, framework="numpy") as opened:
+        with _opened(file) as opened:
             for key in opened.keys():  # noqa: SIM118
                 name = functools.reduce(str.removeprefix, _PREFIXES, key)
-                if name.endswith(_IGNORED):
+                if name.endswith(_FREQUENCIES):
+                    _check_frequencies(opened.get_tensor(key), f"{key!r} of {file}", config)
+                if name.endswith((*_IGNORED, _FREQUENCIES)):
                     continue
-                if name in stored:
+                if name in stored and key in place:  # the index knows which one is stale
+                    if place[key] != file.name:
+                        continue
+                elif name in stored:
                     raise ValueError(f"{path} has the tensor {name!r} twice")
                 # Biases of zeros are none; `save_decoder` writes them.
                 if config.bias or not name.endswith("bias") or np.any(opened.get_tensor(key)):
                     stored[name] = file, key
     return stored
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file; ValueError, one sentence, where it is none."""
+    try:
+        check_regular(file)
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            yield opened
+    except OSError as error:
+        why = error.strerror or "no such file"
+        raise ValueError(f"{file} cannot be read ({why}); fetch all files again") from None
+    except safetensors.SafetensorError as error:
+        with open(file, "rb") as other:
+            begins = other.read(16)
+        raise ValueError(
+            f"{file} is no whole .safetensors file ({error}); it begins with {begins!r}"
+        ) from None
+
+
+def _check_frequencies(stored: np.ndarray, name: str, config: decoders.Config) -> None:
+    """Raises ValueError where a Llama was trained with other rotary frequencies."""
+    theta, places = getattr(config, "rope_theta", math.nan), np.arange(stored.size) / stored.size
+    if not np.allclose(stored, theta**-places, rtol=0.02):  # bfloat16 rounds
+        raise ValueError(f"{name} has other frequencies than model.rope_theta {theta:g} gives")
 
 
 def save_decoder(

@@ -199,7 +199,7 @@ class LanguageModeling(Task):
             return weights.load_decoder(self.init_from, self.config)
         except Exception as error:  # safetensors has kinds of its own
             why = f"{self.init_from} cannot be read ({short(error)})"
-            if type(error) is ValueError:  # a sentence of `weights`, which ends with what to do
+            if type(error) in (ValueError, DataError):  # a sentence, which ends with what to do
                 why = str(error)
             raise DataError(f"model.init_from: {why}") from None
 

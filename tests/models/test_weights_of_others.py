@@ -149,6 +149,7 @@ HEAD, WTE = "lm_head.weight", "transformer.wte.weight"
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (lambda t: t | {WTE: np.tile(t[WTE], (2, 1))}, ("wte.weight", "model.vocab_size=48")),
         (with_nan, ("transformer.h.0.ln_1.weight", "finite")),
         (lambda t: t | {HEAD: 2 * t[WTE]}, (HEAD, "model.tied=False")),
         (lambda t: t | {"wte.weight": t[WTE]}, ("'wte.weight' twice",)),
@@ -175,12 +176,141 @@ def test_a_run_names_all_settings_that_would_agree(tiny_data, tmp_path):
         tasks.find("language_modeling").make(config, tmp_path, announce)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "null", '{"model_type": []}'])
-def test_a_config_that_is_none(changed, text):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(name, text) for name in ("gpt2", "llama_3") for text in ("[]", "{", "null", "\xff")]
+    + [("gpt2", {key: value}) for key in ("n_embd", "n_head", "model_type") for value in (None, [])]
+    + [("gpt2", {"activation_function": ["gelu_new"]})]
+    + [("llama_3", {"rope_parameters": value}) for value in ("linear", [1])]
+    + [("llama_3", {"num_attention_heads": value}) for value in (0, None, "4")],
+    ids=str,
+)
+def test_a_config_that_is_none(changed, name, text):
+    """In one sentence that names the file, whatever kinds its values have."""
+    path = changed(name, text if isinstance(text, dict) else {})
+    if not isinstance(text, dict):
+        path.with_name("config.json").write_bytes(text.encode("latin-1"))
+    with refuses("config.json", error=(ValueError, DataError)):
+        weights.load_decoder(path, MODELS[name])
+
+
+def test_a_config_with_a_mark_of_its_encoding_is_read(changed):
     path = changed("gpt2", {})
-    path.with_name("config.json").write_text(text)
-    with pytest.raises(ValueError):
+    path.with_name("config.json").write_text(json.dumps(read("gpt2")), "utf-8-sig")
+    weights.load_decoder(path, GPT2)
+
+
+def test_a_config_that_a_link_misses_is_not_taken_for_none(changed):
+    path = changed("gpt2", None)
+    path.with_name("config.json").symlink_to(path.parent / "blob")
+    with pytest.raises(OSError):
         weights.load_decoder(path, GPT2)
+
+
+# --- Ties, shards, frequencies -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "table"), [("gpt2", WTE), ("llama_3", "model.embed_tokens.weight")]
+)
+def test_of_tied_tables_either_may_be_stored(changed, name, table):
+    def renamed(tensors):
+        return {HEAD if key == table else key: x for key, x in tensors.items()}
+
+    found = weights.load_decoder(changed(name, {}, renamed), MODELS[name])
+    wanted = weights.load_decoder(FOLDER / name / "model.safetensors", MODELS[name])
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_an_own_output_layer_is_loaded_whatever_config_json_says_of_ties(changed):
+    """The refusal with tied=True names tied=False, which must not lead back."""
+    path = changed("gpt2", {"tie_word_embeddings": True}, lambda t: t | {HEAD: 2 * t[WTE]})
+    with refuses("model.tied=False"):
+        weights.load_decoder(path, GPT2)
+    found = weights.load_decoder(path, MODELS["gpt2_untied"])
+    np.testing.assert_array_equal(found["lm_head"]["embedding"], 2 * found["wte"]["embedding"])
+
+
+@pytest.fixture
+def sharded(changed):
+    """A function that spreads a file over two, and changes their tensors and the index."""
+
+    def spread(change=lambda one, other, place: None):
+        path = changed("gpt2", {})
+        tensors = safetensors.numpy.load_file(path)
+        names = sorted(tensors)
+        shards = [{name: tensors[name] for name in names[i::2]} for i in (0, 1)]
+        place = {name: f"{i}.safetensors" for i in (0, 1) for name in shards[i]}
+        change(*shards, place)
+        for i in (0, 1):
+            safetensors.numpy.save_file(shards[i], path.with_name(f"{i}.safetensors"))
+        index = path.with_name("model.safetensors.index.json")
+        index.write_text(json.dumps({"weight_map": place}))
+        return index
+
+    return spread
+
+
+def stale(one, other, place):
+    """A later shard brings tensors of an earlier one anew, or the other way round."""
+    other |= {name: 0 * x for name, x in list(one.items())[:3]}
+    one |= {name: 0 * x for name, x in list(other.items())[:3] if name not in one}
+
+
+def misplaced(one, other, place):
+    place[min(one)] = "1.safetensors"
+
+
+@pytest.mark.parametrize("change", [lambda *_: None, stale, misplaced])
+def test_shards_hold_what_the_index_says(sharded, change):
+    found = weights.load_decoder(sharded(change), GPT2)
+    wanted = weights.load_decoder(FOLDER / "gpt2" / "model.safetensors", GPT2)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "{"]
+)
+def test_an_index_that_is_none(sharded, text):
+    index = sharded()
+    index.write_text(text)
+    with refuses("index.json", error=(ValueError, DataError)):
+        weights.load_decoder(index, GPT2)
+
+
+def test_a_shard_that_was_not_fetched_is_named(sharded):
+    index = sharded()
+    index.with_name("1.safetensors").unlink()
+    with refuses("1.safetensors", "cannot be read"):
+        weights.load_decoder(index, GPT2)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    "content", [LFS, b"PK\x03\x04" + bytes(90), b"GGUF" + bytes(90), b""], ids=list("lpg0")
+)
+def test_a_file_of_another_kind_says_how_it_begins(changed, content):
+    path = changed("gpt2", {})
+    path.write_bytes(content)
+    with refuses("model.safetensors", repr(content[:4])[:-1]):
+        weights.load_decoder(path, GPT2)
+
+
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+@pytest.mark.parametrize(("base", "scale"), [(1e4, 1.0), (1e6, 1.0), (1e4, 0.25)])
+def test_rotary_frequencies_in_the_file_are_those_of_the_model(changed, base, scale):
+    """Of a file without a config.json they are all that says how it was trained."""
+    stored = (scale * base ** -(np.arange(2) / 2)).astype(np.float32)
+    path = changed("llama_2", None, lambda t: t | {INV_FREQ: stored})
+    if (base, scale) == (1e4, 1.0):
+        weights.load_decoder(path, MODELS["llama_2"])
+        return
+    with refuses(INV_FREQ, "rope_theta"):
+        weights.load_decoder(path, MODELS["llama_2"])
 
 
 heads = st.sampled_from([1, 2, 4])
