@@ -32,6 +32,77 @@ def test_bytes_round_trip(text):
     assert tokenizer.end_of_text not in ids
 
 
+SHAKESPEARES = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+@given(st.text(), st.text())
+def test_characters_round_trip(text, more):
+    tokenizer = tokenizers.CharTokenizer(text + more)
+    ids = tokenizer.encode(text)
+    known = sorted(set(text + more) - {"\0"})
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (len(known) + 1, len(known))
+    assert ids.tolist() == [known.index(x) for x in text if x != "\0"]
+    assert tokenizer.decode(ids) == text.replace("\0", "")
+    assert tokenizer.end_of_text not in ids and ids.dtype == tokenizer.dtype
+
+
+def test_characters_have_nanogpts_ids():
+    """Of tiny Shakespeare, as in its author's lectures: 65 characters."""
+    tokenizer = tokenizers.CharTokenizer(SHAKESPEARES[::-1])
+    assert tokenizer.encode("hii there").tolist() == [46, 47, 47, 1, 58, 46, 43, 56, 43]
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (66, 65)
+    assert len(tokenizers.CharTokenizer("".join(map(chr, range(32, 70_000)))).dtype.name) == 6
+
+
+@pytest.mark.parametrize(
+    ("unknown", "code"),
+    [("é", "U+00E9"), ("\t", "U+0009"), ("🙂", "U+1F642"), ("\ufffd", "U+FFFD")],
+)
+def test_an_unknown_character_is_named(unknown, code, tmp_path, capsys):
+    """In the validation text, in a prompt, and in a text with the characters of another."""
+    (tmp_path / "train.txt").write_text(SHAKESPEARES)
+    (tmp_path / "val.txt").write_text(f"To be {unknown}, or not")
+    given = ["text", "--tokenizer", "chars", "--input", str(tmp_path / "train.txt")]
+    given += ["--out", str(tmp_path / "out")]
+    assert main([*given, "--val_input", str(tmp_path / "val.txt")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert all(x in said for x in ("val.txt", code, " 65 ")) and not (tmp_path / "out").exists()
+    assert main([*given, "--val_fraction", "0.3"]) == 0
+    for text in unknown, "\ud800":
+        with refuses("U+", error=DataError):
+            tokenizers.from_manifest(tmp_path / "out").encode(text)
+    with refuses("val.txt", code, error=DataError):
+        prepare(tmp_path / "val.txt", tmp_path / "b", "chars", tokenizer_path=tmp_path / "out")
+
+
+def test_characters_of_another_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef" * 9)
+    (tmp_path / "b.txt").write_text("fed" * 9)
+    prepare(tmp_path / "a.txt", tmp_path / "a", "chars", val_fraction=0.5)
+    first = tokenizers.from_manifest(tmp_path / "a")
+    prepare(
+        tmp_path / "b.txt", tmp_path / "b", "chars", tokenizer_path=tmp_path / "a", val_fraction=0.5
+    )
+    second = tokenizers.from_manifest(tmp_path / "b")
+    assert first.to_json() == second.to_json() and second.vocab_size == 7
+    ids = np.fromfile(tmp_path / "b/val.bin", "<u2")
+    assert second.decode(ids[:-1]) in "fed" * 9 and ids[-1] == 6
+    with refuses("--end_of_text", error=DataError):
+        prepare(tmp_path / "a.txt", tmp_path / "c", "chars", end_of_text="a")
+    with refuses("chars.json", error=DataError):
+        tokenizers.load("chars")
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"[1]", b"7", b"\xff", b"null", b'"ab'])
+def test_files_that_hold_no_characters(content, tmp_path):
+    (tmp_path / "chars.json").write_bytes(content)
+    with refuses("chars.json", error=DataError):
+        tokenizers.load("chars", tmp_path)
+    (tmp_path / "chars.json").unlink()
+    with refuses("chars.json", error=DataError):
+        tokenizers.load("chars", tmp_path)
+
+
 @settings(max_examples=200)
 @given(st.text() | st.text("<|endoftext|> \n\t'lé你🙂"))
 def test_gpt2_round_trip(gpt2, text):

@@ -51,8 +51,9 @@ def prepare(
     Args:
       inputs: files and folders.
       out: the folder to make.
-      tokenizer: `"gpt2"`, `"bytes"`, or the path of a tokenizer.json of Hugging Face.
-      tokenizer_path: folder with GPT-2's `encoder.json` and `vocab.bpe`; None downloads them.
+      tokenizer: `"gpt2"`, `"bytes"`, `"chars"`, or the path of a tokenizer.json of Hugging Face.
+      tokenizer_path: folder with GPT-2's `encoder.json` and `vocab.bpe`; None downloads them. Of
+        `"chars"` a prepared folder, whose characters are used; None takes those of `inputs`.
       end_of_text: the token of a tokenizer.json that ends a document, where it is not plain.
       val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
         file, which is one document, its last part.
@@ -71,12 +72,14 @@ def prepare(
     """
     if not 0 < val_fraction < 1:
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    codec = tokenizers.load(tokenizer, tokenizer_path, end_of_text)
+    of_inputs = tokenizer == "chars" and tokenizer_path is None and end_of_text is None
+    codec = None if of_inputs else tokenizers.load(tokenizer, tokenizer_path, end_of_text)
     sources, other = documents.find_sources(as_paths(inputs))
     held_out, more = documents.find_sources(as_paths(val_inputs))
     if not sources:
         raise DataError("no input given")
     documents.check_sources(sources, held_out, text_field)
+    codec = codec or _of_characters(sources, text_field)
     total = sum(source.size for source in sources + held_out)
     workers = worker_pool.how_many(workers, small=total < worker_pool.SMALL_BYTES)
     work = functools.partial(_encode, tokenizer=codec, field=text_field)
@@ -105,6 +108,14 @@ def prepare(
             val_inputs=[source.name for source in held_out][:LISTED_FILES],
             left_out=dict(other + more),
         )
+
+
+def _of_characters(sources: list[DocumentSource], field: str) -> Tokenizer:
+    """The tokenizer of all characters of the sources, which it reads once."""
+    found: set[str] = set()
+    for chunk in documents.chunks(sources, field):
+        found.update(*documents.documents(chunk, field))
+    return tokenizers.CharTokenizer("".join(found))
 
 
 def _of_given(held_out: list[DocumentSource]) -> Callable:
@@ -202,9 +213,10 @@ OUT appears when it is whole. After a kill, start the same command again.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only text has."""
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    kinds = "gpt2, bytes (of UTF-8), or FILE.json: a tokenizer.json of Hugging Face"
+    kinds = "gpt2, bytes (of UTF-8), chars, or FILE.json: a tokenizer.json of Hugging Face"
     add("--tokenizer", required=True, metavar="NAME", help=kinds)
-    files = "folder with GPT-2's encoder.json and vocab.bpe (default: download them)"
+    files = "folder with GPT-2's encoder.json and vocab.bpe (default: download them), or with the"
+    files += " chars.json of an earlier OUT (default: the characters of the input)"
     add("--tokenizer_path", metavar="DIR", help=files)
     end = (
         "the token of FILE.json that ends a document (default: its special one, or the eos_token of"

@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's byte pair encoding, plain bytes, or any tokenizer.json.
+"""Text to token ids and back: GPT-2's byte pairs, bytes, characters, or any tokenizer.json.
 
 A prepared folder names its tokenizer in `manifest.json` and holds the tokenizer's files, so
 `from_manifest` rebuilds it on any machine.
@@ -23,9 +23,11 @@ import numpy as np
 from decent_jax.data.reading import entries_of
 from decent_jax.ground import extras
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import read_bytes, read_json
 
-NAMES = ("gpt2", "bytes")
+NAMES = ("gpt2", "bytes", "chars")
+CHARS_FILE = "chars.json"
 GPT2_FILES = ("encoder.json", "vocab.bpe")
 
 _GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -50,7 +52,7 @@ class Tokenizer:
     """The interface of all tokenizers.
 
     Attributes:
-      name: `"gpt2"`, `"bytes"` or `"tokenizer.json"`.
+      name: `"gpt2"`, `"bytes"`, `"chars"` or `"tokenizer.json"`.
       vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
       files: file name -> bytes, needed to decode the tokens and kept in their folder.
@@ -111,6 +113,43 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         ids = checked_ids(ids, self.vocab_size)
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class CharTokenizer(Tokenizer):
+    """Characters, numbered by code point; the id after the last one separates documents.
+
+    Of tiny Shakespeare these are nanoGPT's 65 ids. NULs are dropped.
+
+    Args:
+      alphabet: text that has every character; order and repetitions do not matter.
+
+    >>> tokenizer = CharTokenizer("hello")
+    >>> tokenizer.encode("hole"), tokenizer.end_of_text, tokenizer.vocab_size
+    (array([1, 3, 2, 0], dtype=uint16), 4, 5)
+    """
+
+    name = "chars"
+
+    def __init__(self, alphabet: str):
+        chars = "".join(sorted(set(valid_unicode(alphabet)) - {"\0"}))
+        self._codes = _code_points(chars)
+        self._text_of = np.array([*chars, "\0"], object)
+        self.end_of_text, self.vocab_size = len(chars), len(chars) + 1
+        self.files = {CHARS_FILE: json.dumps(chars).encode()}
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = _code_points(valid_unicode(text).replace("\0", ""))
+        unknown = codes[~np.isin(codes, self._codes)]
+        if unknown.size:
+            raise DataError(
+                f"the character {shown(chr(unknown[0]))} (U+{unknown[0]:04X}) is not among the"
+                f" {len(self._codes)} of the vocabulary of chars; take it out of the text, or"
+                " prepare the training text with it"
+            )
+        return np.searchsorted(self._codes, codes).astype(self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self._text_of[checked_ids(ids, self.vocab_size)])
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -285,10 +324,11 @@ def load(
     """The tokenizer named `name`.
 
     Args:
-      name: `"bytes"`, `"gpt2"`, or the path of a tokenizer.json of Hugging Face.
+      name: `"bytes"`, `"chars"`, `"gpt2"`, or the path of a tokenizer.json of Hugging Face.
       path: for `"gpt2"` a folder with `encoder.json` and `vocab.bpe`; None downloads them from
-        OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set). For a
-        tokenizer.json the folder that holds it, if it is not part of ``name``.
+        OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set). For `"chars"`
+        a folder with `chars.json`. For a tokenizer.json the folder that holds it, if it is not part
+        of ``name``.
       end_of_text: the token of a tokenizer.json that ends a document, or its id.
 
     Raises:
@@ -299,6 +339,8 @@ def load(
         raise DataError(f"--end_of_text is for a tokenizer.json; {name} has an end of its own")
     if name == "bytes":
         return ByteTokenizer()
+    if name == "chars":
+        return _load_chars(path)
     if name == "gpt2":
         return GPT2Tokenizer(_download() if path is None else _read(Path(path)))
     if name.endswith(".json"):
@@ -313,6 +355,20 @@ def load(
         f"unknown tokenizer {name!r}; choose one of {', '.join(NAMES)}, or the path of a "
         "tokenizer.json"
     )
+
+
+def _load_chars(folder: str | Path | None) -> CharTokenizer:
+    if folder is None:
+        raise DataError(f"the chars tokenizer needs a prepared folder that holds {CHARS_FILE}")
+    file, otherwise = Path(folder) / CHARS_FILE, "not a text of all characters"
+    try:
+        alphabet = read_json(file, otherwise)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+    with entries_of(file, otherwise):
+        if not isinstance(alphabet, str):
+            raise TypeError
+        return CharTokenizer(alphabet)
 
 
 def _eos_token(path: Path) -> str | None:
@@ -359,6 +415,10 @@ def valid_unicode(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
 def _pieces(text: str) -> Iterator[str]:
