@@ -69,6 +69,9 @@ FIELDS = {
         "folder made by `decent-jax prepare text`, with train.bin, val.bin and "
         'manifest.json; "stdlib": Python\'s own library',
     ),
+    "data.shifted": Field(
+        False, "training sequences begin at any token; False: at multiples of model.context"
+    ),
     "data.prompt": Field(
         "",
         "text that the sample at the end continues; empty: it begins a document",
@@ -355,10 +358,13 @@ def _open(folder: Path, config: ConfigDict) -> tuple:
     """(tokenizer or None, size of its vocabulary, training windows, validation windows)."""
     tokenizer = _tokenizer(folder)
     size = _vocab_size(tokenizer, folder, config)
-    paths = [folder / f"{name}.bin" for name in token_folder.SPLITS]
-    types = [token_folder.token_type(path, size) for path in paths]
-    windows = map(token_folder.TokenWindows, paths, [config.model.context] * len(paths), types)
-    return tokenizer, size, *windows
+    trained = token_folder.ShiftedWindows if config.data.shifted else token_folder.TokenWindows
+
+    def windows(kind: type[token_folder.TokenWindows], split: str) -> token_folder.TokenWindows:
+        path = folder / f"{split}.bin"
+        return kind(path, config.model.context, token_folder.token_type(path, size))
+
+    return tokenizer, size, windows(trained, "train"), windows(token_folder.TokenWindows, "val")
 
 
 def _manifest(folder: Path) -> dict:

@@ -65,6 +65,33 @@ def test_windows(tokens):
         source[3]
 
 
+def test_shifted_windows_begin_at_every_token_alike(tokens):
+    path = tokens(3 * SEQ_LEN + 2)  # 3 windows, and a token more
+    source = token_folder.ShiftedWindows(path, SEQ_LEN, "<u2")
+    assert len(source) == 3 and pickle.loads(pickle.dumps(source))[1].tolist() == [*range(4, 12)]
+    random = np.random.default_rng(0)
+    cut = [source.augment(source[i % 3], random) for i in range(3000)]
+    assert all(x.dtype == np.int32 and x.tolist() == [*range(x[0], x[0] + 5)] for x in cut)
+    counts = np.bincount([x[0] for x in cut])
+    assert len(counts) == 3 * SEQ_LEN + 2 - SEQ_LEN  # as many places, the last at the end
+    np.testing.assert_allclose(counts[:8], 250, atol=75)  # of 8 standard deviations: 15
+    np.testing.assert_allclose(counts[8:], 500, atol=110)  # two windows less a place
+    with pytest.raises(IndexError):
+        source[3]
+
+
+def test_shifted_windows_are_the_same_for_any_layout(tokens):
+    source = token_folder.ShiftedWindows(tokens(50 * SEQ_LEN), SEQ_LEN, "<u2")
+    given = {"seed": 3, "num_replicas": 4, "batch_size": 8}
+    wanted = stream(source, 20, **given)
+    np.testing.assert_array_equal(wanted, stream(source, 20, **given, processes=2))
+    later = stream(source, 5, **given, start_step=15)
+    np.testing.assert_array_equal(wanted[15:], later)
+    assert (wanted[..., 0] % SEQ_LEN != 0).any() and (np.diff(wanted) == 1).all()
+    first, second = wanted[:6].reshape(48, -1), wanted[6:12].reshape(48, -1)
+    assert {*map(tuple, first)} != {*map(tuple, second)}  # epochs cut at other places
+
+
 @pytest.mark.parametrize("content", [None, b"abc", b"", b"1234567"[:6]])
 def test_windows_errors(content, tmp_path):
     path = tmp_path / "bad.bin"

@@ -64,16 +64,34 @@ class TokenWindows:
         return self._length
 
     def __getitem__(self, index: int) -> np.ndarray:
+        return self._from(index, self.seq_len + 1)
+
+    def _from(self, index: int, count: int) -> np.ndarray:
         if not 0 <= index < self._length:
             raise IndexError(f"window {index} of {self._length}")
         start = int(index) * self.seq_len
-        return self._tokens[start : start + self.seq_len + 1].astype(np.int32)
+        return self._tokens[start : start + count].astype(np.int32)
 
     def __repr__(self) -> str:
-        return f"TokenWindows({self.path!r}, seq_len={self.seq_len})"
+        return f"{type(self).__name__}({self.path!r}, seq_len={self.seq_len})"
 
     def __reduce__(self):
-        return TokenWindows, (self.path, self.seq_len, self._tokens.dtype)
+        return type(self), (self.path, self.seq_len, self._tokens.dtype)
+
+
+class ShiftedWindows(TokenWindows):
+    """Windows that begin at any token, as nanoGPT draws them: a new place at every visit.
+
+    Item i is what window i may be cut from, at most ``2 * seq_len`` tokens; `augment` cuts it.
+    """
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._from(index, 2 * self.seq_len)
+
+    def augment(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """A window, int32 of shape (seq_len + 1,)."""
+        start = random.integers(len(tokens) - self.seq_len)
+        return tokens[start : start + self.seq_len + 1]
 
 
 def vocabulary_of(folder: str | Path) -> int | None:
