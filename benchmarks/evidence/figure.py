@@ -28,6 +28,7 @@ from decent_jax.plots.style import COLOURS, curve_frame, new_figure, save
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 TASKS = {  # what the tables show, and the factor and unit of it
+    "shakespeare": (("final", "eval/loss"), 1, "loss, nats per character"),
     "cifar10": (("final", "eval/top1"), 100, "top-1 %"),
     "multi30k_en_de": (("test", "bleu"), 1, "BLEU"),
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
@@ -164,7 +165,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 def table(records: Sequence[Record], task: str) -> str:
     """Markdown; a row per arm and setting."""
     runs, unit = arms(records, task), TASKS[task][2]
-    form = ".3f" if task == "us_gov_web_text" else ".2f"
+    form = ".3f" if unit.startswith("loss") else ".2f"
     lines = [
         f"| arm | setting | seeds | {unit} | gap | consensus distance | steps to 80% or 30 BLEU "
         "| minutes, on |",

@@ -1,14 +1,14 @@
-"""Train what docs/results.md begins with: CIFAR-10, Multi30k and a language model, with seeds.
+"""Train what docs/results.md begins with: Shakespeare, CIFAR-10, Multi30k, prose, with seeds.
 
     python benchmarks/evidence/trainings.py --root DIR         # does what is left, a run per core
     python benchmarks/evidence/trainings.py --root DIR --list  # says what is done and what is left
     python benchmarks/evidence/trainings.py --root DIR --only dirichlet --at_once 5
         --config.mesh.loop=False
 
-DIR/data/ has the folders cifar10, multi30k and us_gov_web_text; the configs of these names say how
-to prepare them. The list (`pieces`) is in the order of worth: what has finished can be compared.
-The third trains those with a word in their names, five at once on a GPU, each with a fifth of the
-cores; fields after it say how this machine computes, not what, and go to all commands.
+DIR/data/ has the folders shakespeare, cifar10, multi30k and us_gov_web_text; the configs of these
+names say how to prepare them. The list (`pieces`) is in the order of worth: what has finished can
+be compared. The third trains those with a word in their names, five at once on a GPU, each with a
+fifth of the cores; fields after it say how this machine computes, not what, and go to all commands.
 Every run is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on
 where it was when the script is started again. `kept` says what DIR/records/NAME.json has of a
 finished run; figure.py makes tables and a figure of those in benchmarks/records/.
@@ -74,19 +74,34 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
-    of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
+    of_tasks = [
+        *_shakespeare(),
+        *_cifar10_main(),
+        *_multi30k_main(),
+        *_different_data(),
+        *_language(),
+    ]
     of_tasks += [*_slow_links(), *_rates(), *_higher_rates()]
     return [*of_tasks, *_inverse_sqrt(), *_the_rest()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
 ADAM = ("cifar10:accum_adam", "cifar10:all_reduce_adam")
+NANOGPT = ("all_reduce", "accum_adam", "gossiped_momentum", "gossiped_momentum_int8", "diloco")
 ADAM_ARMS = ("accum_adam", "all_reduce")  # of Multi30k and of the language model
 MUON_ARMS = ("muon", "gossiped_muon", "sparseloco_muon")  # of the language model
 FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)  # a grid for CIFAR-10; the second is that of the config
 GRID_SEED = 100  # which nothing else has
 TWICE, FOUR_TIMES = 0.2, 0.4  # rates at which the main arms are trained in full, too
+
+
+def _shakespeare() -> Iterator[Piece]:
+    """The 1.88 of nanoGPT, its twelve sequences on 4 replicas, then on 12."""
+    yield from (piece(f"shakespeare:{arm}", seed) for seed in range(3) for arm in NANOGPT)
+    for seed in range(3):
+        own = {"num_replicas": 12}
+        yield from (piece(f"shakespeare:{arm}", seed, "-12_replicas", **own) for arm in NANOGPT)
 
 
 def _cifar10_main() -> Iterator[Piece]:
