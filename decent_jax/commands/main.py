@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from decent_jax.ground import account, extras, machine
+from decent_jax.ground import extras, goodput_file, machine
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -127,7 +127,7 @@ def train(argv: list[str], prog: str) -> int:
         return 0
     print(f"{prog}: {said}", file=sys.stderr)
     if workdir is not None and code in (TrainingFailed.code, PeerLost.code):
-        account.add_incident(workdir, said)
+        goodput_file.add_incident(workdir, said)
     return code
 
 

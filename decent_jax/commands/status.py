@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from decent_jax.ground import account, run_state
+from decent_jax.ground import goodput_file, run_state
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.format import format_bytes, format_duration, format_number, printable
 from decent_jax.ground.json_files import is_real
@@ -106,7 +106,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         words += f", {_ms(waited)} ms of it waiting for data" if waited > 0.005 * step_s else ""
         yield "speed", words + (f", {mfu:.0%} of the devices' peak" if mfu else "")
     if state.spent is not None and state.rows:
-        yield "goodput", account.describe(state.spent).removeprefix("goodput ")
+        yield "goodput", goodput_file.describe(state.spent).removeprefix("goodput ")
     known = {**state.summary, **state.start}
     sent, between = (known.get(f"bytes_{name}_per_step") for name in ("sent", "between_hosts"))
     if is_real(sent) and state.rows:
@@ -125,7 +125,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     for date, what in shown:
         yield "failed", f"{format_duration(max(0.0, time.time() - date))} ago: {what}"
     if more := len(state.incidents) - len(shown):
-        yield "failed", f"and {more} more in {state.path / account.INCIDENTS}"
+        yield "failed", f"and {more} more in {state.path / goodput_file.INCIDENTS}"
 
 
 def _number(state: RunState, name: str, factor: float = 1.0) -> str:

@@ -36,7 +36,7 @@ from ml_collections import ConfigDict
 from decent_jax import tasks
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
-from decent_jax.ground import account, extras
+from decent_jax.ground import extras, goodput_file
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
@@ -234,7 +234,7 @@ def _free_port() -> int:
 def _tell(workdir: Path, sentence: str) -> None:
     """Say what failed, and keep it for `decent-jax status`."""
     _say(sentence)
-    account.add_incident(workdir, sentence)
+    goodput_file.add_incident(workdir, sentence)
 
 
 def _say(sentence: str) -> None:

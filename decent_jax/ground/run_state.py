@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decent_jax.ground import account
-from decent_jax.ground.account import CAUSES
+from decent_jax.ground import goodput_file
 from decent_jax.ground.errors import DataError, RunError
+from decent_jax.ground.goodput_file import CAUSES
 from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
 from decent_jax.ground.run_folder import METRICS, SCORES, START, entries, read_metrics
 
@@ -33,7 +33,7 @@ class RunState:
     start: what ``run.json`` says (`decent_jax.train.workdir.Workdir.write_start`); empty: older.
     summary: flat.
     rows: of metrics.jsonl.
-    spent: seconds by what they went to, "steps" and `decent_jax.ground.account.CAUSES`; None:
+    spent: seconds by what they went to, "steps" and `decent_jax.ground.goodput_file.CAUSES`; None:
         nobody counted them.
     incidents: (seconds since the epoch, sentence), the oldest first.
     owner: who has, or had, the folder: ``"process 7 on myhost"``; "" where nobody says.
@@ -123,7 +123,7 @@ def read(folder: str | Path) -> RunState:
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from None
     owner, runs = _owner(path)
-    record = account.read(path / account.FILE)
+    record = goodput_file.read(path / goodput_file.FILE)
     summary = entries(path / "summary.json")
     config, start = entries(path / "config.json"), _start(path / START)
     processes = {
@@ -136,10 +136,10 @@ def read(folder: str | Path) -> RunState:
         summary,
         rows,
         _spent(summary) if record is None or record["ended"] else record["seconds"],
-        account.incidents(path),
+        goodput_file.incidents(path),
         owner,
         runs,
-        max(_changed(path / name) for name in (METRICS, account.FILE, "config.json", LOCK)),
+        max(_changed(path / name) for name in (METRICS, goodput_file.FILE, "config.json", LOCK)),
         _newest_checkpoint(path),
         _peers(path, rows),
         {name: found for name, found in processes.items() if is_real(found.get("date"), 0)},
@@ -180,7 +180,7 @@ def _processes(start: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
 
 
 def _spent(summary: Mapping[str, Any]) -> dict[str, float] | None:
-    """The account at the end of the run."""
+    """Seconds per category of a run that has ended."""
     found = {cause: summary.get(f"goodput.seconds.{cause}") for cause in ("steps", *CAUSES)}
     spent = {cause: float(x) for cause, x in found.items() if x is not None and is_real(x)}
     return spent if len(spent) == len(found) else None

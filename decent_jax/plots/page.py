@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from decent_jax.ground import account, run_state
+from decent_jax.ground import goodput_file, run_state
 from decent_jax.ground.command_line import MARK
 from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import write_atomic
@@ -41,7 +41,7 @@ def write(runs: Sequence[RunFolder], path: Path) -> Path:
     for state in (run_state.read(run.path) for run in runs):
         last = {name: state.last(name) for name in (*LOSSES, CONSENSUS, *SCORES)}
         shown = {name: format_number(one[1], 4) for name, one in last.items() if one}
-        shown |= {"time": account.describe(state.spent)} if state.spent else {}
+        shown |= {"time": goodput_file.describe(state.spent)} if state.spent else {}
         results.append({"state": state.word, "step": state.step, **shown})
         failed += [f"<li>{html.escape(what)}" for _, what in state.incidents[-20:]]
     names = sorted({name for run in runs for name in run.config})

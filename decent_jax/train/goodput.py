@@ -3,7 +3,7 @@
 *Goodput* is the share of a run's time, over all of its sessions, in steps that stayed; *model FLOPs
 utilization* (mfu) puts the speed of these beside the peak of the devices.
 
->>> from decent_jax.ground.account import describe
+>>> from decent_jax.ground.goodput_file import describe
 >>> now = 0.0
 >>> clock = Clock(lambda: now)
 >>> now = 20.0
@@ -29,8 +29,8 @@ from typing import Any
 
 import jax
 
-from decent_jax.ground.account import CAUSES, FILE, Record, read, shares
 from decent_jax.ground.errors import Interrupted
+from decent_jax.ground.goodput_file import CAUSES, FILE, Record, read, shares
 from decent_jax.ground.json_files import check_regular, overwrite_json
 
 _KEPT_EVERY_S = 1.0
@@ -173,7 +173,7 @@ class Ledger:
     """Keeps the record of a clock in the run directory; a context that writes the last one.
 
     A record is with the operating system when it is written, so a killed process loses at most the
-    last second of its account.
+    last second.
 
     Args:
       folder: the run directory.

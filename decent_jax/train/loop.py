@@ -13,7 +13,7 @@ import jax
 
 from decent_jax.cluster import supervise
 from decent_jax.cluster.agreement import Agreement
-from decent_jax.ground import account
+from decent_jax.ground import goodput_file
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train import algorithm, goodput
@@ -253,7 +253,7 @@ def evaluate_at(
         found = runner.evaluate()
     with clock.of("checkpoints"):  # of the model, if it is the best
         evaluate(*found, done, work, writer, saver)
-    writer.write(done, account.shares(clock.spent()))
+    writer.write(done, goodput_file.shares(clock.spent()))
 
 
 def evaluate(

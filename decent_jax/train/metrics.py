@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.ground.account import shares
 from decent_jax.ground.errors import TrainingFailed
 from decent_jax.ground.format import format_number
+from decent_jax.ground.goodput_file import shares
 from decent_jax.ground.json_files import plain, write_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.run_folder import METRICS, read_metrics

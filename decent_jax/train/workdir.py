@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.cluster import start, watch
 from decent_jax.cluster.supervise import PLACE
-from decent_jax.ground import account, extras, json_files
+from decent_jax.ground import extras, goodput_file, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, name_all, shorten
 from decent_jax.ground.progress import Progress, announce
@@ -204,7 +204,7 @@ class Workdir:
         """Say that something failed or was lost, and keep it for `decent-jax status`."""
         self.say(sentence)
         if not self.quiet:
-            account.add_incident(self.path, sentence)
+            goodput_file.add_incident(self.path, sentence)
 
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
@@ -241,7 +241,7 @@ class Workdir:
             f"{format_duration(summary['training_seconds'])} of training"
         )
         if "goodput" in summary:
-            self.say(account.describe(summary["goodput"]["seconds"], summary.get("mfu")))
+            self.say(goodput_file.describe(summary["goodput"]["seconds"], summary.get("mfu")))
         self.say(
             f"curves       {self.path / 'curves.png'}\n"
             f"metrics      {self.path / 'metrics.jsonl'}\n"

@@ -12,7 +12,7 @@ import tiny
 from refusals import refuses
 
 from decent_jax.commands import status, supervise
-from decent_jax.ground import account, machine, run_state
+from decent_jax.ground import goodput_file, machine, run_state
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_bytes
 from decent_jax.ground.json_files import write_json_atomic
@@ -96,7 +96,7 @@ def test_what_failed_is_shown_once_the_newest_last(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     for number in (1, 2, 3, 3, 4, 5):
         supervise._tell(folder, f"process {number} died of SIGKILL")
-    with (folder / account.INCIDENTS).open("a") as file:
+    with (folder / goodput_file.INCIDENTS).open("a") as file:
         file.write('{"date": "now"}\n{"date": 1')
     found, _ = lines(folder)
     said = found["failed"].split(" s ago: ")[1:]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import topology
-from decent_jax.ground import account, json_files, run_folder
+from decent_jax.ground import goodput_file, json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.weights import load_decoder
@@ -27,7 +27,7 @@ PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive":
 START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
 MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
-SPENT = dict.fromkeys(("steps", *account.CAUSES), 1.5)
+SPENT = dict.fromkeys(("steps", *goodput_file.CAUSES), 1.5)
 CONFIG = config_lib.default_config()  # which no reader changes
 ON_PEERS = config_lib.default_config()
 ON_PEERS.update(batch_size=8, num_replicas=4)
@@ -66,10 +66,10 @@ def resume(path):
     work.check_metrics()
 
 
-def account_of_time(path):
+def goodput_of_time(path):
     clock = goodput.Clock()
-    clock.resume(None, account.read(path))
-    account.describe(clock.spent())
+    clock.resume(None, goodput_file.read(path))
+    goodput_file.describe(clock.spent())
 
 
 def read_manifest(path):
@@ -86,7 +86,7 @@ def read_meta(path):
 READERS = {
     "config.json": (resume, lambda path: saved_model.TrainedRun(path.parent)),
     "metrics.jsonl": (resume, read_run),
-    "goodput.json": (account_of_time,),
+    "goodput.json": (goodput_of_time,),
     "plan.json": (plan_file.load,),
     "peers.json": (read_manifest,),
     "events-0.jsonl": (lambda path: list(events.read(path)),),

@@ -12,7 +12,7 @@ import pytest
 from test_plot import make_run
 
 from decent_jax.commands import plot as command
-from decent_jax.ground import account
+from decent_jax.ground import goodput_file
 from decent_jax.ground.json_files import write_json_atomic
 
 BROWSER = next(
@@ -28,9 +28,9 @@ def run(tmp_path_factory):
     each["eval/top1"] = lambda s: s / 120
     folder = make_run(tmp_path_factory.mktemp("page") / "<run> & co", config=CONFIG, **each)
     spent = {"steps": 60.0, "compiling": 30.0, "start": 10.0}
-    spent = dict.fromkeys(("steps", *account.CAUSES), 0.0) | spent
-    write_json_atomic(folder / account.FILE, {"seconds": spent, "date": 9.0, "ended": False})
-    account.add_incident(folder, "process 1 (</script>) died of SIGKILL")
+    spent = dict.fromkeys(("steps", *goodput_file.CAUSES), 0.0) | spent
+    write_json_atomic(folder / goodput_file.FILE, {"seconds": spent, "date": 9.0, "ended": False})
+    goodput_file.add_incident(folder, "process 1 (</script>) died of SIGKILL")
     assert command.main([str(folder)]) == 0
     return folder
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys.waves import Waves
 
-from decent_jax.ground import account, machine
+from decent_jax.ground import goodput_file, machine
 from decent_jax.train import goodput, synchronous
 from decent_jax.train.goodput import CAUSES, Clock, Idle
 from decent_jax.train.synchronous import Feed
@@ -64,8 +64,8 @@ def test_each_moment_counts_once_by_hand():
         "checkpoints": 1.0,
     }
     assert sum(spent.values()) == moved.at - 5.0 == 96.0
-    assert account.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
-    assert account.describe(spent, mfu=0.4) == (
+    assert goodput_file.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
+    assert goodput_file.describe(spent, mfu=0.4) == (
         "goodput 70% of 1 min 36 s: 12% compiling, 9% evaluation, 4% data, 3% start, "
         "1% checkpoints; 40.0% of the devices' peak (mfu)"
     )
@@ -150,7 +150,7 @@ def test_waiting_for_data_while_the_devices_work_costs_nothing():
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def test_the_account_of_a_run_is_its_time(tmp_path, monkeypatch):
+def test_goodput_accounts_for_all_of_a_runs_time(tmp_path, monkeypatch):
     """On a clock that goes on by one whenever it is read; little is read after the last record.
 
     And its mfu, on devices of 1 MFLOP/s.
@@ -159,7 +159,7 @@ def test_the_account_of_a_run_is_its_time(tmp_path, monkeypatch):
     ticks = itertools.count()
     settings = tiny.waves(eval={"every": 4}, checkpoint={"every": 3}, log={"every": 2})
     folder = tiny.run(settings, tmp_path, clock=Clock(lambda: next(ticks)))
-    record = account.read(folder / account.FILE)
+    record = goodput_file.read(folder / goodput_file.FILE)
     assert record is not None and record["ended"]
     assert sum(record["seconds"].values()) == pytest.approx(next(ticks), abs=4)
     for cause in ("steps", "start", "compiling", "evaluation", "checkpoints"):
@@ -210,9 +210,9 @@ def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recov
     assert session(1000.0, 12) == {"steps": 120.0, "lost": 20.0, "recovery": 920.0}
 
 
-def test_a_damaged_account_begins_anew(tmp_path):
+def test_a_damaged_goodput_file_begins_anew(tmp_path):
     folder = tiny.run(tiny.waves(steps=2), tmp_path)
-    (folder / account.FILE).write_text(json.dumps({"seconds": {"steps": "many"}}))
+    (folder / goodput_file.FILE).write_text(json.dumps({"seconds": {"steps": "many"}}))
     tiny.run(tiny.waves(steps=4), folder)
     seconds = tiny.summary(folder)["goodput"]["seconds"]
     assert seconds["steps"] > 0 and seconds["recovery"] >= 0

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from refusals import refused
 
-from decent_jax.ground import account
+from decent_jax.ground import goodput_file
 from decent_jax.train import config as config_lib
 from decent_jax.train import trackers
 from decent_jax.train.metrics import MetricWriter
@@ -69,7 +69,7 @@ def test_a_run_with_trackers_of_ones_own(tmp_path, monkeypatch, capsys):
     assert list(seen.values()) == tiny.rows(folder)
     assert json.loads(json.dumps(summary[1])) == tiny.summary(folder)
     assert [call[0] for call in failing.calls] == ["begin", "config", "row", "row"]
-    ((_, said),) = account.incidents(folder)
+    ((_, said),) = goodput_file.incidents(folder)
     assert "Failing" in said and "ConnectionError: the server is gone" in said
     assert said in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from trees import assert_equal
 from decent_jax import train
 from decent_jax.commands import sample
 from decent_jax.data.text import token_folder
-from decent_jax.ground import account, machine
+from decent_jax.ground import goodput_file, machine
 from decent_jax.models import decoders
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train.experiment import facts_of
@@ -272,7 +272,7 @@ def test_a_signal_saves_and_leaves(run, tmp_path):
     with pytest.raises(train.Interrupted) as left:
         run(signals=signals)
     assert left.value.code == 143 and "step 5" in str(left.value)
-    assert account.read(tmp_path / "run" / account.FILE)["ended"]  # as it should
+    assert goodput_file.read(tmp_path / "run" / goodput_file.FILE)["ended"]  # as it should
     assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
 
 
@@ -324,7 +324,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys, monkeypatch):
         "goodput",
     }
     distances = {"eval/consensus_distance", "eval/consensus_distance_relative"}
-    spent = {"goodput"} | {f"goodput/{cause}" for cause in account.CAUSES}
+    spent = {"goodput"} | {f"goodput/{cause}" for cause in goodput_file.CAUSES}
     assert evaluated == {"step", "eval/loss"} | distances | spent
     assert set(rows[-1]) == trained | evaluated
     for row in rows[::5]:

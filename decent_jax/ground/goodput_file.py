@@ -1,7 +1,7 @@
-"""The account of a run: what its time went to, and what failed; files of the run directory.
+"""``goodput.json``, a run's seconds per category, and ``incidents.jsonl``, its failures.
 
-`decent_jax.train.goodput.Clock` counts the seconds. Whoever notices that something failed adds an
-incident, a line of ``incidents.jsonl``.
+`decent_jax.train.goodput.Clock` counts the seconds. The process that notices a failure appends an
+incident.
 
 >>> describe(dict.fromkeys(CAUSES, 0.0) | {"steps": 40.0, "compiling": 30.0, "start": 30.0})
 'goodput 40% of 1 min 40 s: 30% start, 30% compiling'
@@ -24,7 +24,7 @@ from decent_jax.ground.format import format_duration
 from decent_jax.ground.json_files import check_regular, is_real, read_bytes, read_json
 
 FILE, INCIDENTS = "goodput.json", "incidents.jsonl"  # of a run directory
-# What the time that is not in "steps" is spent on.
+# Categories of wall-clock time besides "steps".
 CAUSES = ("start", "compiling", "data", "evaluation", "checkpoints", "lost", "recovery")
 
 Record = Mapping[str, Any]  # see `decent_jax.train.goodput.Clock.record`
@@ -42,14 +42,14 @@ def read(path: Path) -> Record | None:
 
 
 def shares(spent: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the time: ``goodput`` for "steps", ``goodput/CAUSE`` for the others."""
+    """Fractions of wall-clock time: ``goodput`` for "steps", ``goodput/CAUSE`` for the rest."""
     total = max(sum(spent.values()), 1e-9)
     found = {f"goodput/{cause}": round(spent[cause] / total, 6) for cause in CAUSES}
     return {"goodput": round(spent["steps"] / total, 6)} | found
 
 
 def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
-    """A line of the log: what took half a percent of the time or more, the longest first."""
+    """A log line with each category that took at least 0.5% of the time, the longest first."""
     total = max(sum(spent.values()), 1e-9)
     causes = sorted(CAUSES, key=lambda cause: -spent[cause])
     words = [f"{spent[x] / total:.0%} {x}" for x in causes if spent[x] >= 0.005 * total]
@@ -62,7 +62,7 @@ def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
 
 
 def add_incident(folder: str | Path, sentence: str, date: float | None = None) -> None:
-    """Add a line, in one system call; a folder that takes none loses it.
+    """Append a line in one system call; if the folder is not writable, the incident is lost.
 
     Args:
       folder: of the run.
@@ -77,7 +77,7 @@ def add_incident(folder: str | Path, sentence: str, date: float | None = None) -
 
 
 def incidents(folder: str | Path) -> list[tuple[float, str]]:
-    """(date, sentence) of each line that is one, the oldest first."""
+    """(date, sentence) of each valid line, the oldest first."""
     try:
         lines = read_bytes(Path(folder) / INCIDENTS).splitlines()
     except OSError:
