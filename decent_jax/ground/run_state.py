@@ -41,7 +41,7 @@ class RunState:
     seen: the last sign of life, in seconds since the epoch.
     saved: the step of the newest checkpoint.
     peers: by slot, what is known of each peer, see `_peers`.
-    processes: by name, what `decent_jax.train.traffic.Traffic` wrote of each of several.
+    processes: by name, what each `decent_jax.train.comm_metrics.CommMetrics` wrote.
     """
 
     path: Path

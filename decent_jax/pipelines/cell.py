@@ -28,8 +28,8 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment, xla
 from decent_jax.train.checkpoint import reason_of
+from decent_jax.train.comm_metrics import CommMetrics
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.traffic import Traffic
 from decent_jax.train.workdir import Workdir, open_workdir
 
 LOGS = "cells"  # of a run: cells/REPLICA-STAGE.txt
@@ -144,7 +144,7 @@ class CellActor:
         self._worker: Any = None
         self._writer: Any = None
         # From when it is ready to train: what it measures, and the steps of its last row.
-        self._traffic: Any = None
+        self._comm_metrics: Any = None
         self._reported = 0
 
     def addresses(self) -> tuple[str, Address]:
@@ -195,15 +195,15 @@ class CellActor:
         """Make ready to train from step ``start``, whose data are those of ``start + ahead``."""
         batches = open_batches(self._stage, start + ahead)
         self._worker = Worker(self._stage, self._mailbox, self._send, batches)
-        self._traffic = Traffic(Path(self._cell.workdir), self._cell.log.stem)
+        self._comm_metrics = CommMetrics(Path(self._cell.workdir), self._cell.log.stem)
         self._reported = start
 
     def train(self, start: int, stop: int, row: bool) -> Any:
         """See `Worker.train`."""
         span = self._worker.train(start, stop, row)
         if row and stop > self._reported:
-            self._traffic.measured = span.seconds
-            self._traffic.row(stop, stop - self._reported)
+            self._comm_metrics.measured = span.seconds
+            self._comm_metrics.row(stop, stop - self._reported)
             self._reported = stop
         return span
 

@@ -24,13 +24,13 @@ from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import Saver, change_of
+from decent_jax.train.comm_metrics import CommMetrics
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.goodput import Clock
 from decent_jax.train.saved_model import restore_model
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import TIMED
-from decent_jax.train.traffic import Traffic
 from decent_jax.train.workdir import Workdir
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
@@ -86,7 +86,7 @@ class Pipelines:
             "stages": len(counts),
         }
         work.say(self._describe())
-        self.traffic = Traffic(work.path)
+        self.comm_metrics = CommMetrics(work.path)
         self.checkpoints = CellCheckpoints(work.path, cells, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row
@@ -151,7 +151,7 @@ class Pipelines:
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
             self._distance = Consensus(distance, relative)
-            self.traffic.measured = {
+            self.comm_metrics.measured = {
                 f"stages/{cell.stage}/{name}": seconds
                 for cell, span in both
                 if cell.replica == 0

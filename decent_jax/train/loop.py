@@ -38,7 +38,7 @@ class Runner(Protocol):
         or leaves that to another process.
       peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: not known.
       copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
-      traffic: what this process measures of its messages, `decent_jax.train.traffic.Traffic`.
+      comm_metrics: of this process, `decent_jax.train.comm_metrics.CommMetrics`.
       messages: what ``run.json`` says of them, see `decent_jax.train.algorithm.messages`.
     """
 
@@ -48,7 +48,7 @@ class Runner(Protocol):
     evaluates: bool
     peak: float | None
     copies: Any
-    traffic: Any
+    comm_metrics: Any
     messages: dict[str, float]
 
     def restore(self) -> tuple[int, dict[str, Any]]:

@@ -261,7 +261,7 @@ class Report:
         if self._runner.peak is not None:
             flops = self._task.flops_per_example * self._config.batch_size * steps
             row["perf/mfu"] = flops / seconds / self._runner.peak
-        row |= self._runner.traffic.row(done, steps)
+        row |= self._runner.comm_metrics.row(done, steps)
         if 1 < len(of_replicas) <= _MOST_REPLICAS:
             row |= {f"replicas/{k}/loss": loss for k, loss in enumerate(of_replicas)}
         measured, self._measured = self._measured[:steps], self._measured[steps:]

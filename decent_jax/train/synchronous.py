@@ -21,6 +21,7 @@ from decent_jax.train import algorithm, loop, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.checkpoint import Checkpointer, Saver
+from decent_jax.train.comm_metrics import CommMetrics, Times
 from decent_jax.train.copies import Copies, open_copies
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
@@ -28,7 +29,6 @@ from decent_jax.train.flight import Blocks
 from decent_jax.train.goodput import Clock, Idle, peak
 from decent_jax.train.kept_programs import NOWHERE, KeptPrograms, kept_programs
 from decent_jax.train.step import TrainState, make_step
-from decent_jax.train.traffic import Times, Traffic
 from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
@@ -76,7 +76,7 @@ class Synchronous:
         self.shapes = jax.eval_shape(lambda: init(experiment))
         self.cost = announce_cost(experiment, work, self.shapes)
         self.messages = algorithm.messages(self.cost, experiment.hosts, experiment.per_host)
-        self.traffic = Traffic(work.path)
+        self.comm_metrics = CommMetrics(work.path)
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.copies: Copies | None = open_copies(
@@ -145,7 +145,7 @@ class Synchronous:
         if rnd is not None and waits and hasattr(compiled, "timed"):
             args = self.state, batch, np.int32(done)
             (self.state, metrics), times = compiled.timed(*args)
-            self.traffic.measured = Times(*times).entries()
+            self.comm_metrics.measured = Times(*times).entries()
         else:
             metrics = self._run(compiled, batch, done)
         made = metrics if isinstance(metrics, list) else [metrics]

@@ -17,7 +17,7 @@ from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_bytes
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.peers.events import EventLog
-from decent_jax.train import traffic
+from decent_jax.train import comm_metrics
 from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.workdir import open_workdir
 
@@ -140,13 +140,13 @@ def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monke
     counts = iter([(1000, 0)] * 2 + [(9000, 50_000)] * 2)
     names = "between_hosts", "inside_host"
     sent = lambda: dict(zip(names, next(counts), strict=True))  # noqa: E731
-    monkeypatch.setattr(traffic.machine, "sent_bytes", sent)
-    monkeypatch.setattr(traffic.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(comm_metrics.machine, "sent_bytes", sent)
+    monkeypatch.setattr(comm_metrics.jax, "process_count", lambda: 2)
     measured = []
     for k in (0, 1):
-        monkeypatch.setattr(traffic.jax, "process_index", lambda k=k: k)
-        measured.append(traffic.Traffic(folder))
-        measured[k].measured = traffic.Times(0.1 + 0.3 * k, 0.25).entries()
+        monkeypatch.setattr(comm_metrics.jax, "process_index", lambda k=k: k)
+        measured.append(comm_metrics.CommMetrics(folder))
+        measured[k].measured = comm_metrics.Times(0.1 + 0.3 * k, 0.25).entries()
     first, _ = (one.row(16, steps=4) for one in measured)
     assert first["comm/between_hosts_bytes"] == 2000 and first["comm/inside_host_bytes"] == 12_500
     assert first["comm/exposed_s"] == pytest.approx(0.15)
@@ -166,7 +166,7 @@ def test_pipelines_have_a_row_for_each_stage_of_a_replica(finished, tmp_path):
     start = json.loads((folder / "run.json").read_text()) | {"stages": 2}
     write_json_atomic(folder / "run.json", start)
     for name, seconds in (("3-0", 0.1), ("3-1", 0.4)):
-        cell = traffic.Traffic(folder, name)
+        cell = comm_metrics.CommMetrics(folder, name)
         cell.measured = {"compute_s": seconds, "wait_s": 0.5 - seconds}
         cell.row(12, steps=4)
     table = lines(folder)[1]

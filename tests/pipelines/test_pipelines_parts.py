@@ -235,7 +235,7 @@ def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_
         assert not metrics
     assert runner.consensus() == (5.0, 0.5)
     seconds = {"0/compute_s": 0.5, "0/wait_s": 5, "1/compute_s": 1.5, "1/wait_s": 6}
-    assert runner.traffic.measured == {f"stages/{name}": x for name, x in seconds.items()}
+    assert runner.comm_metrics.measured == {f"stages/{name}": x for name, x in seconds.items()}
     sent = 4 * experiment.task.summary()["parameters"], 8 * 8 * 16 * 4
     assert tuple(runner.messages.values()) == (*sent, 2)
 

@@ -106,7 +106,7 @@ def test_a_row_by_hand(tmp_path):
     place = replicas.place(2, jax.devices()[:1])
     runner = SimpleNamespace(
         experiment=SimpleNamespace(config=config, task=task, placement=place),
-        traffic=SimpleNamespace(row=lambda done, steps: {"done": done, "steps": steps}),
+        comm_metrics=SimpleNamespace(row=lambda done, steps: {"done": done, "steps": steps}),
         **{"evaluates": True, "peak": 50.0, "consensus": lambda: replicas.Consensus(0.5, 0.25)},
     )
     progress = SimpleNamespace(note=notes.append, update=lambda *given: shown.append(given))
