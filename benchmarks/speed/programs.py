@@ -55,7 +55,7 @@ from decent_jax.ground.format import split_outside_brackets
 from decent_jax.train import ConfigError, default_config, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.flight import Blocks
+from decent_jax.train.delayed_step import Blocks
 from decent_jax.train.xla import memory_of
 
 ALGORITHMS = "all_reduce,one_peer_exp,hypercube,alternating_exp_ring,complete"
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
         for name, own in tqdm(cases, desc="compiling", file=sys.stderr):
             row = {"algorithm": name, "options": "ours" if own else "XLA's"}
             text, facts = compiled(configs[name], folder, parsed.round, own)
-            if facts.pop("flies"):
+            if facts.pop("spans_steps"):
                 flights.append(row | facts | {"outline": outline(entry(text))})
             else:
                 rows.append(row | facts | facts_of(entry(text), facts))
@@ -168,8 +168,8 @@ def compiled(config, folder: str, round: int, own_options: bool):
     round = None if config.algorithm == "all_reduce" else round % parts.schedule.period
     t = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)
     blocks = Blocks.of(config, parts.schedule, parts.tx)
-    flies = blocks.flies(round)
-    batch = (batch,) * blocks.delay if flies else batch
+    spans_steps = blocks.spans_steps(round)
+    batch = (batch,) * blocks.delay if spans_steps else batch
     program = step.lower(state, batch, t, round=round).compile()
     sizes = {
         "parameters": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params)),
@@ -178,7 +178,7 @@ def compiled(config, folder: str, round: int, own_options: bool):
     memory = memory_of(program)
     return program.as_text(), {
         **{name: size // (n * k) for name, size in sizes.items()},  # on a GPU
-        "flies": flies,
+        "spans_steps": spans_steps,
         "memory": sum(memory),
         "temporary": memory.temporary,
     }

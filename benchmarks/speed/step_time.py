@@ -53,7 +53,7 @@ from decent_jax.topology import NAMES, Schedule
 from decent_jax.train import ConfigError, algorithm, default_config, flags
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.flight import Blocks
+from decent_jax.train.delayed_step import Blocks
 
 ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"
 
@@ -107,7 +107,7 @@ class Variant:
         self.steps, self.compile_s, self._given = [], [], []  # a program, its time, what it gets
         for r in rounds:
             count, batch = 1, self.batch
-            if blocks.flies(r):
+            if blocks.spans_steps(r):
                 count, batch = blocks.delay, (self.batch,) * blocks.delay
             lowered = step.lower(self.state, batch, np.int32(0), round=r)
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What XLA's CPU backend needs to be fast; on others nothing of it runs."""
+"""Workarounds that make XLA's CPU backend fast; other backends use none of them."""
 
 from functools import partial
 
@@ -8,12 +8,12 @@ from jax import lax
 
 # XLA's options for training steps.
 COMPILER_OPTIONS = {
-    # XLA for GPUs does so by itself. Without it a step copies all of the optimizer's state before
-    # it updates it: the quickstart takes 39.1 MB instead of 31.9. The update of 4 million
+    # XLA for GPUs does this by default. Without it a step copies the whole optimizer state before
+    # updating it: the quickstart takes 39.1 MB instead of 31.9. With it, the update of 4 million
     # parameters takes 6.6 ms instead of 11.2; whole steps of several sizes took 0.75 to 1.07 of
     # the time.
     "xla_cpu_copy_insertion_use_region_analysis": True,
-    # The pass that removes barriers before XLA chooses what to fuse: `computed_once` needs them.
+    # This pass removes barriers before fusion; `computed_once` needs them.
     "xla_disable_hlo_passes": "cse_barrier_expander",
 }
 
@@ -21,12 +21,13 @@ COMPILER_OPTIONS = {
 
 
 def computed_once(x: jax.Array) -> jax.Array:
-    """``x``, and in the backward pass its gradient, written to memory before they are used.
+    """``x`` (and its gradient in the backward pass), materialized before it is used.
 
-    XLA for CPUs computes a cheap sum again in every fusion that uses it. The gradient of a residual
-    stream is a sum over all later branches, and each matrix of an earlier one computes it again:
-    forward and backward of the model of configs/multi30k_en_de.py, for eight replicas on one core,
-    took 1.24 s, and take 0.79 s. Only programs compiled with `COMPILER_OPTIONS` gain by it.
+    XLA for CPUs recomputes a cheap sum in every fusion that uses it. The gradient of a residual
+    stream is a sum over all later branches, and each matrix of an earlier branch recomputes it. For
+    the model of configs/multi30k_en_de.py with eight replicas on one core, forward and backward
+    took 1.24 s without the barrier and 0.79 s with it. Only programs compiled with
+    `COMPILER_OPTIONS` benefit.
     """
     return lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
@@ -35,16 +36,16 @@ def computed_once(x: jax.Array) -> jax.Array:
 
 
 def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
-    """``rows.sum(axis)`` by additions of halves: XLA's CPU reduction over rows is 100 times slower.
+    """``rows.sum(axis)`` by pairwise summation; XLA's CPU reduction over rows is 100 times slower.
 
-    Adding row by row, a mean of 64 rows took ten times as long as by halves.
+    Adding row by row, a mean of 64 rows took ten times as long as pairwise.
     """
     count = rows.shape[axis]
-    half = count // 2
-    if not half:
+    middle = count // 2
+    if not middle:
         return jnp.squeeze(rows, axis)
-    first = jax.lax.slice_in_dim(rows, 0, half, axis=axis)
-    second = jax.lax.slice_in_dim(rows, half, 2 * half, axis=axis)
+    first = jax.lax.slice_in_dim(rows, 0, middle, axis=axis)
+    second = jax.lax.slice_in_dim(rows, middle, 2 * middle, axis=axis)
     total = sum_rows(first + second, axis)
     if count % 2:
         total = total + jax.lax.index_in_dim(rows, -1, axis, keepdims=False)
@@ -59,9 +60,9 @@ _LAYOUT = ("NHWC", "HWIO", "NHWC")
 def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
     """Convolution of images, padded with ``size // 2`` zeros on all sides.
 
-    On a CPU XLA uses its fast kernels for the layouts it is given here and, outside of loops, for
-    those that it can bring into them. JAX's gradients come in other layouts: inside ``lax.map``
-    and ``lax.scan`` they take 20 to 40 times as long as the forward pass. So on CPUs the gradient
+    On a CPU, XLA uses its fast kernels for the layouts used here and, outside of loops, for layouts
+    that it can transpose to them. JAX's gradients use other layouts: inside ``lax.map`` and
+    ``lax.scan`` they take 20 to 40 times as long as the forward pass. So on CPUs the gradient
     is written in the layout of the forward pass, with the same result.
 
     Args:
@@ -78,8 +79,8 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
 
 
 def _forward(x, kernel, stride):
-    half = kernel.shape[0] // 2
-    return _plain(x, kernel, ((half, half),) * 2, strides=(stride, stride))
+    pad = kernel.shape[0] // 2
+    return _plain(x, kernel, ((pad, pad),) * 2, strides=(stride, stride))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -103,15 +104,15 @@ _with_own_gradient.defvjp(_save, _gradients)
 
 
 def _input_gradient(shape, kernel, gradient, stride):
-    """The spread gradient ``(B, H', W', O)`` convolved with the turned kernel: ``shape``."""
+    """The dilated gradient ``(B, H', W', O)`` convolved with the flipped kernel: ``shape``."""
     size = kernel.shape[0]
     before = size - 1 - size // 2
     padding = [
         (before, shape[axis] + size - 1 - _spread(gradient, axis, stride) - before)
         for axis in (1, 2)
     ]
-    turned = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)
-    return _plain(gradient, turned, padding, lhs_dilation=(stride, stride))
+    flipped = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)
+    return _plain(gradient, flipped, padding, lhs_dilation=(stride, stride))
 
 
 def _kernel_gradient(x, shape, gradient, stride):
@@ -134,10 +135,10 @@ def _spread(gradient, axis: int, stride: int) -> int:
 
 def _plain(x, kernel, padding, strides=(1, 1), lhs_dilation=(1, 1), rhs_dilation=(1, 1)):
     if x.shape[1] < kernel.shape[0] or x.shape[2] < kernel.shape[1]:
-        # A kernel larger than the image takes XLA 100 times as long, unless it is padded before.
+        # With a kernel larger than the image XLA is 100 times slower, unless the image is padded.
         within = [(*sides, step - 1) for sides, step in zip(padding, lhs_dilation, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *within, (0, 0, 0)])
-        x = lax.optimization_barrier(x)  # XLA would make it the convolution's padding again
+        x = lax.optimization_barrier(x)  # else XLA folds the padding into the convolution
         padding, lhs_dilation = ((0, 0), (0, 0)), (1, 1)
     return lax.conv_general_dilated(
         x, kernel, strides, padding, lhs_dilation, rhs_dilation, dimension_numbers=_LAYOUT

@@ -1,21 +1,21 @@
-"""gloo, the library by which jax sends arrays between processes of CPUs."""
+"""gloo, the library that jax uses to send arrays between CPU processes."""
 
 import jax
 import jax.numpy as jnp
 
 
 def used() -> bool:
-    """Whether arrays travel between processes through gloo."""
+    """Whether processes exchange arrays through gloo."""
     implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore (untyped)
     return jax.process_count() > 1 and jax.default_backend() == "cpu" and implementation == "gloo"
 
 
 def swap_is_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
-    """Whether `swap` is faster than this ``ppermute``: with all devices in pairs.
+    """Whether `swap` is faster than this ``ppermute``: the permutation pairs up all devices.
 
     Args:
-      pairs: (source, destination), as of ``jax.lax.ppermute``.
-      devices: how many the axis has.
+      pairs: (source, destination), as in ``jax.lax.ppermute``.
+      devices: size of the axis.
     """
     partner = dict(pairs)
     return len(partner) == devices and all(a != b == partner.get(a) for b, a in pairs)
@@ -24,11 +24,11 @@ def swap_is_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
 def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> jax.Array:
     """The result of ``ppermute`` for devices in pairs, bit for bit, as a sum over each pair.
 
-    In gloo a device cannot ask its partner for a message while it sends one: the request waits
-    behind the message, on the same connection. So the two messages of a permute travel one after
-    the other, and a pair has half the bandwidth of its links (1330 ms for 16 MB at 200 Mbit/s).
-    The sum over two is sent in parts, both ways at once (675 ms). Since it is a sum of unsigned
-    integers of 32 bits, subtracting the own bits is exact.
+    In gloo a device cannot request a message from its partner while it sends one: the request waits
+    behind the message on the same connection. The two messages of a permute therefore travel one
+    after the other, at half the bandwidth of the link (1330 ms for 16 MB at 200 Mbit/s). A sum over
+    two devices is sent in chunks, both ways at once (675 ms). It is a sum of unsigned 32-bit
+    integers, so subtracting the device's own bits is exact.
     """
     bits = _words(x)
     groups = sorted({tuple(sorted(pair)) for pair in pairs})
@@ -36,9 +36,9 @@ def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> j
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array in 32-bit words; XLA would widen narrower integers for a sum."""
+    """The bits of an array in 32-bit words; XLA would widen narrower integers in a sum."""
     flat = x.reshape(-1)
-    # Integers before they are padded: XLA would make zeros of the smallest numbers of bfloat16.
+    # Cast to integers before padding: XLA would flush the subnormal numbers of bfloat16 to zero.
     flat = flat.astype(jnp.uint8) if x.dtype == bool else flat.view(_narrow(x))
     return jnp.pad(flat, (0, -flat.size % (4 // flat.dtype.itemsize))).view(jnp.uint32)
 
@@ -52,5 +52,5 @@ def _unworded(bits: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _narrow(x: jax.Array) -> jnp.dtype:
-    """Of unsigned integers as wide as the numbers of x, or 32 bits."""
+    """The unsigned integer type as wide as the numbers of x, at most 32 bits."""
     return jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")

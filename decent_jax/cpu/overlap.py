@@ -1,10 +1,10 @@
-"""Messages beside computation on CPU hosts, where XLA does not overlap the two.
+"""Overlap of communication and computation on CPU hosts, where XLA does not overlap the two.
 
-On a GPU the messages of a round travel during the forward and backward pass, or beside several
-steps, because XLA starts them first. On CPUs XLA waits for each message where it sends it, and runs
-the programs of one thread one after the other, so a step takes the time of computing plus that of
-the messages. Here it is three programs instead: one that computes, on each device by itself; one
-that sends and receives meanwhile; and one that makes the update where the messages have come to.
+On a GPU the messages of a round overlap the forward and backward pass, or several steps, because
+XLA starts them first. On CPUs XLA blocks on each message where it sends it and runs the programs of
+one thread one after the other, so a step takes its compute time plus its communication time. Here a
+step is three programs: one computes, on each device by itself; one sends and receives at the same
+time; and one applies the update once the messages have arrived.
 """
 
 import math
@@ -23,21 +23,21 @@ from decent_jax.cpu.per_device import PerDevice, compile_each
 
 
 class Parts(NamedTuple):
-    """What a step is made of whose messages are known when it begins.
+    """The parts of a step whose messages do not depend on the current gradient.
 
-    leave: ``state -> (local, departed)``: which arrays are computed with, and which are sent.
-    compute: code for one device, ``(local, batch, t) -> (local, found)``; communicates nothing.
-    send: code for one device, ``(departed, rnd) -> message``.
-    land: code for one device, ``(departed, local, message, [found], rnd) -> (state, metrics)``.
+    split: ``state -> (local, outgoing)``: the arrays to compute with, and those to send.
+    compute: code for one device, ``(local, batch, t) -> (local, result)``; communicates nothing.
+    send: code for one device, ``(outgoing, rnd) -> message``.
+    apply: code for one device, ``(outgoing, local, message, [result], rnd) -> (state, metrics)``.
     finish: ``((state, metrics), t) -> (state, metrics)``, for all devices.
-    several: whether a message travels beside several steps, with a tuple of batches; `compute`
-      then writes over ``local``.
+    several: whether a message overlaps several steps, with a tuple of batches; `compute` then
+      donates ``local``.
     """
 
-    leave: Callable[[Any], tuple[Any, Any]]
+    split: Callable[[Any], tuple[Any, Any]]
     compute: Callable[..., tuple[Any, Any]]
     send: Callable[..., Any]
-    land: Callable[..., tuple[Any, Any]]
+    apply: Callable[..., tuple[Any, Any]]
     finish: Callable[..., tuple[Any, Any]]
     several: bool = False
 
@@ -47,58 +47,58 @@ def overlapped(
     parts: Parts | None,
     placement: Any,
     options: dict[str, Any],
-    keep: Callable[..., Any],
+    cached: Callable[..., Any],
 ) -> Any:
-    """A step in three programs where gloo sends its messages, else ``whole``.
+    """A step in three programs if gloo sends its messages, else ``whole``.
 
-    Not for replicas of several devices, whose gradients communicate too.
+    Replicas of several devices keep ``whole``: their gradients communicate too.
 
     Args:
       whole: the jitted step, ``(state, batch, t, round) -> (state, metrics)``.
-      parts: those that it is made of; None: its messages depend on the gradient.
+      parts: of the step; None: its messages depend on the gradient.
       placement: a `decent_jax.replicas.Placement`.
       options: XLA's.
-      keep: ``keep(name, compiled, devices=None)`` is a kept program, or what ``compiled()`` makes.
+      cached: ``cached(name, compiled, devices=None)`` is a cached executable, or ``compiled()``.
 
     Returns:
-      What has ``lower(...).compile()`` as `jax.jit`; the programs have ``timed``, too.
+      An object with ``lower(...).compile()`` as `jax.jit`; its programs also have ``timed``.
     """
     if parts is None or placement.fsdp > 1 or not gloo.used():
         return whole
-    return _Step(whole, parts, placement, options, keep)
+    return _Step(whole, parts, placement, options, cached)
 
 
 class _Step:
-    def __init__(self, whole, parts, placement, options, keep):
+    def __init__(self, whole, parts, placement, options, cached):
         self._whole, self._parts, self._placement = whole, parts, placement
-        self._options, self._keep = options, keep
-        self._compiled = {}  # by name and round, or shapes; others share these
+        self._options, self._cached = options, cached
+        self._compiled = {}  # by name and round, or by shapes; shared between calls
         rows = P("replica")
 
         @partial(jax.jit, static_argnames="round")
-        def send(departed, *, round):
-            return placement.on_devices(partial(parts.send, rnd=round), (rows,), rows)(departed)
+        def send(outgoing, *, round):
+            return placement.on_devices(partial(parts.send, rnd=round), (rows,), rows)(outgoing)
 
-        # XLA updates in place the first donated array that fits: that of the state.
+        # XLA updates the first donated array that fits in place: one of the state.
         donate = (1,) if parts.several else (0, 1, 2)
 
         @partial(jax.jit, static_argnames="round", donate_argnums=donate, compiler_options=options)
-        def land(departed, local, message, found, t, *, round):
-            run = placement.on_devices(partial(parts.land, rnd=round), (rows,) * 4, rows)
-            return parts.finish(run(departed, local, message, found), t)
+        def apply(outgoing, local, message, results, t, *, round):
+            run = placement.on_devices(partial(parts.apply, rnd=round), (rows,) * 4, rows)
+            return parts.finish(run(outgoing, local, message, results), t)
 
-        self._send, self._land = send, land
+        self._send, self._apply = send, apply
         self._compute = placement.on_devices(parts.compute, (rows, rows, P()), rows)
 
     def lower(self, state: Any, batch: Any, t: Any, *, round: int | None) -> Any:
-        """As of `jax.jit`; compiled are only the programs that another call has not compiled."""
+        """As `jax.jit` does; compiles only the programs that no earlier call has compiled."""
         if round is None:
             return self._whole.lower(state, batch, t, round=None)
         return SimpleNamespace(compile=lambda: self._compile(state, batch, t, round))
 
     def _compile(self, state, batch, t, round) -> "Program":
         parts, batches = self._parts, batch if self._parts.several else (batch,)
-        local, departed = parts.leave(state)
+        local, outgoing = parts.split(state)
 
         def like(tree):
             sharding = self._placement.stacked
@@ -106,90 +106,90 @@ class _Step:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
             )
 
-        def compiled_land():
-            after, found = jax.eval_shape(self._compute, local, batches[0], t)
-            message = jax.eval_shape(partial(self._send, round=round), departed)
-            given = like((departed, after, message, [found] * len(batches)))
-            return self._land.lower(*given, t, round=round).compile()
+        def compiled_apply():
+            after, result = jax.eval_shape(self._compute, local, batches[0], t)
+            message = jax.eval_shape(partial(self._send, round=round), outgoing)
+            shapes = like((outgoing, after, message, [result] * len(batches)))
+            return self._apply.lower(*shapes, t, round=round).compile()
 
         def compiled_compute():
             donated = (0,) if parts.several else ()
-            given = self._placement, self._options, self._keep
-            return compile_each(parts.compute, (local, batches[0]), *given, donated)
+            options = self._placement, self._options, self._cached
+            return compile_each(parts.compute, (local, batches[0]), *options, donated)
 
         def once(key, compiled):
             if key not in self._compiled:
                 self._compiled[key] = compiled()
             return self._compiled[key]
 
-        def kept(name, compiled):
-            return once(name, lambda: self._keep(name, compiled))
+        def cached(name, compiled):
+            return once(name, lambda: self._cached(name, compiled))
 
-        send = kept(
-            f"send {round}", lambda: self._send.lower(like(departed), round=round).compile()
+        send = cached(
+            f"send {round}", lambda: self._send.lower(like(outgoing), round=round).compile()
         )
-        land = kept(f"land {round}", compiled_land)
+        apply = cached(f"apply {round}", compiled_apply)
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batches[0]))
         held = sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for x in jax.tree.leaves((state, batch))
         )
-        return Program(parts, held, send, once(shapes, compiled_compute), land)
+        return Program(parts, held, send, once(shapes, compiled_compute), apply)
 
 
 class Program(NamedTuple):
-    """A compiled step of one round; called, and asked for its memory, like jax's own."""
+    """A compiled step of one round, with the interface of `jax.stages.Compiled`."""
 
     parts: Parts
     held: int  # bytes of the state and the batches on one device
     send: Any
     compute: PerDevice
-    land: Any
+    apply: Any
 
     def __call__(self, state: Any, batch: Any, t: Any) -> tuple[Any, Any]:
-        return self._run(state, batch, t, lambda what, made: None)
+        return self._run(state, batch, t, lambda part, arrays: None)
 
     def timed(self, state: Any, batch: Any, t: Any) -> tuple[tuple[Any, Any], tuple[float, float]]:
-        """The same, and the seconds of computing and of the message; it waits for both."""
+        """The result of a call, and the seconds of its compute and its message; waits for both."""
         jax.block_until_ready((state, batch))
         began, ends = time.perf_counter(), {}
 
-        def wait(what, made):
-            jax.block_until_ready(made)
-            ends[what] = time.perf_counter() - began  # of the last device
+        def wait(part, arrays):
+            jax.block_until_ready(arrays)
+            ends[part] = time.perf_counter() - began  # of the last device
 
-        made = self._run(state, batch, t, wait)
-        return made, (ends["compute"], ends["message"])
+        result = self._run(state, batch, t, wait)
+        return result, (ends["compute"], ends["message"])
 
     def _run(self, state, batch, t, look: Callable[[str, Any], None]) -> tuple[Any, Any]:
-        local, departed = self.parts.leave(state)
-        if self.parts.several:  # computing writes over what it gets
-            departed = _apart(departed, local)
+        local, outgoing = self.parts.split(state)
+        if self.parts.several:  # `compute` donates its arguments
+            outgoing = _unshared(outgoing, local)
 
         def run(program, local, batches):
-            found = []
+            results = []
             for k, batch in enumerate(batches):
-                local, one = program(local, batch, t + k)
-                found.append(one)
-            look("compute", (local, found))
-            return local, found
+                local, result = program(local, batch, t + k)
+                results.append(result)
+            look("compute", (local, results))
+            return local, results
 
-        # The main thread starts all programs that communicate: XLA executes what one thread starts
-        # in that order, so each finds its counterpart in the other processes.
+        # The main thread starts all programs that communicate: XLA executes the programs of one
+        # thread in order, so each meets its counterpart in the other processes.
         coming = self.compute.begin(run, local, batch if self.parts.several else (batch,))
-        message = self.send(departed)
+        message = self.send(outgoing)
         look("message", message)
-        local, found = coming()
-        return self.land(departed, local, message, found, t)
+        local, results = coming()
+        return self.apply(outgoing, local, message, results, t)
 
     def memory_analysis(self) -> SimpleNamespace:
-        """Bytes on one device, under the names that jax's own analysis has for them."""
-        parts = self.send, self.compute.programs[0], self.land
-        send, compute, land = (part.memory_analysis() for part in parts)
-        new = [x.output_size_in_bytes - x.alias_size_in_bytes for x in (send, compute, land)]
+        """Bytes on one device, as `jax.stages.Compiled.memory_analysis` names them."""
+        parts = self.send, self.compute.programs[0], self.apply
+        send, compute, apply = (part.memory_analysis() for part in parts)
+        new = [x.output_size_in_bytes - x.alias_size_in_bytes for x in (send, compute, apply)]
         copies = send.argument_size_in_bytes if self.parts.several else 0
         first = send.temp_size_in_bytes + compute.temp_size_in_bytes
-        last = new[2] + land.temp_size_in_bytes
+        last = new[2] + apply.temp_size_in_bytes
         return SimpleNamespace(
             argument_size_in_bytes=self.held,
             temp_size_in_bytes=copies + new[0] + new[1] + max(first, last),
@@ -198,11 +198,11 @@ class Program(NamedTuple):
         )
 
 
-def _apart(tree: Any, other: Any) -> Any:
-    """The tree, with copies of the arrays that it shares with the other."""
-    shared = {id(x) for x in jax.tree.leaves(other)}
-    both = [x for x in jax.tree.leaves(tree) if id(x) in shared]
-    copies = dict(zip(map(id, both), _copied(both), strict=True))
+def _unshared(tree: Any, other: Any) -> Any:
+    """The tree, with copies of the arrays that it shares with ``other``."""
+    ids = {id(x) for x in jax.tree.leaves(other)}
+    shared = [x for x in jax.tree.leaves(tree) if id(x) in ids]
+    copies = dict(zip(map(id, shared), _copied(shared), strict=True))
     return jax.tree.map(lambda x: copies.get(id(x), x), tree)
 
 

@@ -1,8 +1,8 @@
-"""Code that communicates nothing, as a program of its own on each device of a process of CPUs.
+"""One program per CPU device, for code that communicates nothing.
 
-XLA's CPU client runs programs of several devices one after the other, whatever threads start them,
-so that each has threads for all of its parts. A gradient on two devices would wait until a message
-has arrived. Programs of one device wait for nothing.
+XLA's CPU client runs multi-device programs one after the other, whichever threads start them, so
+that each has a thread for every device. A gradient on two devices would therefore wait until a
+message has arrived. Single-device programs do not wait.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ def compile_each(
     trees: tuple[Any, ...],
     placement: Any,
     options: dict[str, Any],
-    keep: Callable[..., Any],
+    cached: Callable[..., Any],
     donate: tuple[int, ...] = (),
 ) -> "PerDevice":
-    """A program of each device of this process, compiled in threads.
+    """One program per device of this process, compiled in threads.
 
     Args:
       body: code for one device, ``(*trees, t)`` with trees of (block, ...), and t (2,) int32: the
         step, and the first replica of the device.
-      trees: stacked arrays like those that it is called with.
+      trees: stacked arrays with the shapes of its later arguments.
       placement: a `decent_jax.replicas.Placement`.
       options: XLA's.
-      keep: ``keep(name, compiled, devices)`` is a kept program, or what ``compiled()`` makes.
-      donate: the trees that are donated.
+      cached: ``cached(name, compiled, devices)`` is a cached executable, or ``compiled()``.
+      donate: indices of the donated trees.
     """
     t, shapes = np.zeros(2, np.int32), [(x.shape, str(x.dtype)) for x in jax.tree.leaves(trees)]
 
@@ -47,14 +47,14 @@ def compile_each(
             jitted = jax.jit(run, donate_argnums=donate, compiler_options=options)
             return jitted.lower(*jax.tree.map(like, trees), t).compile()
 
-        return keep(f"device {first} {shapes}", compile_it, [device])
+        return cached(f"device {first} {shapes}", compile_it, [device])
 
     local = [
         (k * placement.block, device)
         for k, device in enumerate(placement.mesh.devices.flat)
         if device.process_index == jax.process_index()
     ]
-    programs = [one.result() for one in _in_threads(compiled, local)]
+    programs = [future.result() for future in _in_threads(compiled, local)]
     return PerDevice(placement, [first for first, _ in local], programs)
 
 
@@ -66,19 +66,20 @@ class PerDevice(NamedTuple):
     programs: list[Any]
 
     def begin(self, run: Callable[..., Any], *trees: Any) -> Callable[[], Any]:
-        """Start ``run(program, *own)`` on each device; a function that gives the stacked results.
+        """Start ``run(program, *shards)`` on each device; returns a function that waits for the
+        stacked results.
 
         Args:
-          run: ``program(*trees, t)`` is that of a device, ``own`` are its parts of the trees.
-          trees: stacked; those that a program donates may not be used afterwards.
+          run: ``program(*trees, t)`` is the device's program, ``shards`` its parts of the trees.
+          trees: stacked; donated trees may not be used afterwards.
         """
 
-        def of_device(k, own):
+        def of_device(k, shards):
             def program(*args):
-                *given, t = args
-                return self.programs[k](*given, np.array([t, self.firsts[k]], np.int32))
+                *trees, t = args
+                return self.programs[k](*trees, np.array([t, self.firsts[k]], np.int32))
 
-            return run(program, *own)
+            return run(program, *shards)
 
         def join(*parts):
             shape = (self.placement.num_replicas, *parts[0].shape[1:])
@@ -86,18 +87,18 @@ class PerDevice(NamedTuple):
                 shape, self.placement.stacked, list(parts)
             )
 
-        # Before any is donated: an array of which a part is gone gives no others.
+        # Take all shards before any is donated: an array that has lost one gives no others.
         parts = [
             (k, jax.tree.map(lambda x, k=k: x.addressable_data(k), trees))
             for k in range(len(self.programs))
         ]
-        coming = _in_threads(of_device, parts)
-        return lambda: jax.tree.map(join, *(one.result() for one in coming))
+        futures = _in_threads(of_device, parts)
+        return lambda: jax.tree.map(join, *(future.result() for future in futures))
 
 
 def _in_threads(fn: Callable[..., Any], arguments: list[tuple]) -> list[Future]:
-    """Calls of ``fn``, each in a thread that ends with it."""
+    """Calls of ``fn``, each in a thread of its own, which ends with the call."""
     threads = ThreadPoolExecutor(len(arguments), thread_name_prefix="device")
-    coming = [threads.submit(fn, *own) for own in arguments]
+    futures = [threads.submit(fn, *args) for args in arguments]
     threads.shutdown(wait=False)
-    return coming
+    return futures

@@ -19,8 +19,8 @@ from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import xla
-from decent_jax.train.flight import Flight
-from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
+from decent_jax.train.delayed_step import DelayedStep
+from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache
 
 
 class TrainState(NamedTuple):
@@ -151,7 +151,7 @@ def make_step(
     rate: optax.Schedule,
     schedule: Schedule,
     placement: Placement,
-    kept: KeptPrograms = NOWHERE,
+    cache: ExecutableCache = NO_CACHE,
 ) -> Any:
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
@@ -160,10 +160,10 @@ def make_step(
     its random numbers are that replica's.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
     ``learning_rate``, (). On CPU hosts its messages travel beside its computation
-    (`decent_jax.cpu.overlap`), in programs that are ``kept``.
+    (`decent_jax.cpu.overlap`), in programs that come from ``cache``.
 
-    With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on, a tuple of
-    their batches, and gives a list of their metrics (`decent_jax.train.flight`).
+    With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on with a tuple
+    of their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
     """
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
@@ -197,30 +197,30 @@ def make_step(
         return TrainState(params, model_state, opt_state), metrics
 
     def early(tx):
-        def leave(state):
+        def split(state):
             return (state.params, state.model_state), (state.params, state.opt_state)
 
         def compute(own, batch, t):
             params, model_state = own
             return gradients(params, model_state, batch, t), None
 
-        def send(departed, rnd):
-            return placement.per_replica(partial(tx.mix, round=rnd))(*departed)
+        def send(outgoing, rnd):
+            return placement.per_replica(partial(tx.mix, round=rnd))(*outgoing)
 
-        def land(departed, found, mixed, _, rnd):
-            params, opt_state = departed
+        def apply(outgoing, found, mixed, _, rnd):
+            params, opt_state = outgoing
             state = TrainState(params, None, opt_state)
             return placement.per_replica(partial(finish, rnd=rnd))(state, found, mixed)
 
-        return Parts(leave, compute, send, land, with_rate)
+        return Parts(split, compute, send, apply, with_rate)
 
-    def flight(tx):
-        return Flight(tx, schedule, placement, task.mixes_state)
+    def delayed(tx):
+        return DelayedStep(tx, schedule, placement, task.mixes_state)
 
     def on_device(state, batch, t, *, rnd):
         if rnd is not None and isinstance(tx, optim.Delayed):
-            alone = partial(on_device, rnd=None)
-            return flight(tx).in_one_program(state, batch, t, rnd, alone)
+            local_step = partial(on_device, rnd=None)
+            return delayed(tx).in_one_program(state, batch, t, rnd, local_step)
         found = gradients(state.params, state.model_state, batch, t)
         return placement.per_replica(partial(finish, rnd=rnd))(state, found)
 
@@ -232,7 +232,7 @@ def make_step(
             return metrics | {"learning_rate": jnp.asarray(rate(t), jnp.float32)}
 
         if isinstance(metrics, list):
-            metrics = [added(one, first + k) for k, one in enumerate(metrics)]
+            metrics = [added(of_step, first + k) for k, of_step in enumerate(metrics)]
         else:
             metrics = added(metrics, first)
         return placement.place_all(state), metrics
@@ -244,7 +244,7 @@ def make_step(
 
     parts = None
     if isinstance(tx, optim.Delayed):
-        parts = flight(tx).parts(partial(on_device, rnd=None), with_rate)
+        parts = delayed(tx).parts(partial(on_device, rnd=None), with_rate)
     elif isinstance(tx, optim.EarlyMixing):
         parts = early(tx)
-    return overlapped(step, parts, placement, options, kept.get)
+    return overlapped(step, parts, placement, options, cache.get)

@@ -23,11 +23,11 @@ from decent_jax.train import step as step_lib
 from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.comm_metrics import CommMetrics, Times
 from decent_jax.train.copies import Copies, open_copies
+from decent_jax.train.delayed_step import Blocks
 from decent_jax.train.evaluation import Evaluator, Model
+from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache, open_cache
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
-from decent_jax.train.flight import Blocks
 from decent_jax.train.goodput import Clock, Idle, peak
-from decent_jax.train.kept_programs import NOWHERE, KeptPrograms, kept_programs
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
 
@@ -110,8 +110,8 @@ class Synchronous:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
         folder = None if self.copies is None else self.copies.folder
-        kept = kept_programs(experiment.config, folder, experiment.placement)
-        self.programs = Programs(experiment, work, clock, self.cost, self.first, kept)
+        cache = open_cache(experiment.config, folder, experiment.placement)
+        self.programs = Programs(experiment, work, clock, self.cost, self.first, cache)
         self._profile = Profile(experiment.config.profile.count, work.path, work.say)
         self._steps = experiment.steps
         self._feed = Feed(experiment, start + ahead, clock)
@@ -139,7 +139,7 @@ class Synchronous:
             soon = (rnd for rnd, _ in self.programs.blocks.cycle(done, self._steps))
             self.programs.compile(self.state, batches[0], *key, soon=soon)
         self._profile.turn(done, count, self.state)
-        batch = batches if self.programs.blocks.flies(rnd) else batches[0]
+        batch = batches if self.programs.blocks.spans_steps(rnd) else batches[0]
         compiled = self.programs.compiled[key]
         waits = done + count >= until  # this process, anyway
         if rnd is not None and waits and hasattr(compiled, "timed"):
@@ -280,7 +280,7 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
     ):
         key = rnd, shapes_of(batch)
         programs.compile(state, batch, *key)
-        given, times = (batch,) * count if programs.blocks.flies(rnd) else batch, []
+        given, times = (batch,) * count if programs.blocks.spans_steps(rnd) else batch, []
         for t in range(1 + TIMED):  # the first does not count
             began = time.perf_counter()
             state, metrics = programs.compiled[key](state, given, np.int32(t))
@@ -321,11 +321,11 @@ class Programs:
         clock: Clock,
         cost: algorithm.Cost,
         first: Any = FIRST,
-        kept: KeptPrograms = NOWHERE,
+        cache: ExecutableCache = NO_CACHE,
     ):
         config, schedule = experiment.config, experiment.schedule
         self._experiment, self._work, self._clock, self._cost = experiment, work, clock, cost
-        self._first, self._kept = first, kept
+        self._first, self._cache = first, cache
         self._step = make_step(
             config,
             experiment.task,
@@ -333,7 +333,7 @@ class Programs:
             experiment.rate,
             schedule,
             experiment.placement,
-            kept,
+            cache,
         )
         self._synchronous = config.algorithm == "all_reduce"  # all of its steps are alike
         self.blocks = Blocks.of(config, schedule, experiment.tx)
@@ -365,12 +365,12 @@ class Programs:
         """
 
         def compiled_for(rnd, state=state, batch=batch):
-            batch = (batch,) * self.blocks.delay if self.blocks.flies(rnd) else batch
+            batch = (batch,) * self.blocks.delay if self.blocks.spans_steps(rnd) else batch
 
             def compiled():
                 return self._step.lower(state, batch, self._first, round=rnd).compile()
 
-            return self._kept.get(f"step {rnd} {shapes}", compiled)
+            return self._cache.get(f"step {rnd} {shapes}", compiled)
 
         message = f"compiling the step ({self._name(rnd, shapes)})"
         coming = self._coming.pop((rnd, shapes), None)
@@ -396,7 +396,7 @@ class Programs:
 
     def _name(self, rnd, shapes) -> str:
         name = "without communication" if rnd is None else f"round {rnd}"
-        if self.blocks.flies(rnd):
+        if self.blocks.spans_steps(rnd):
             name += f" beside {self.blocks.delay} steps"
         if self._synchronous:
             name = "all-reduce"

@@ -265,7 +265,7 @@ def test_parts_are_compiled_once(case, as_if_over_gloo):
     one, other = made.programs[0], made.programs[1]
     assert one.compute is other.compute and one.compute is not short.compute
     assert one.send is short.send and one.send is not other.send
-    assert one.land is short.land and one.land is not other.land
+    assert one.apply is short.apply and one.apply is not other.apply
     short(copy(made.state), half, np.int32(0))
 
 
@@ -284,14 +284,14 @@ def test_what_each_part_waits_for(case):
     made = case("plain")
     program = made.programs[1]
     own = program.compute.programs[0]  # of the first device
-    mix, gradient, finish = (part.as_text() for part in (program.send, own, program.land))
+    mix, gradient, finish = (part.as_text() for part in (program.send, own, program.apply))
     assert not collectives(gradient) and not collectives(finish)
     sizes = [size for _, found, _ in collectives(mix) for size in found]
     model = made.bytes // 4
     assert model <= sum(sizes) <= model + 1  # and the flag
     assert " dot(" in gradient and " dot(" not in mix and " dot(" not in finish
     assert " sqrt(" in finish
-    last = program.land.memory_analysis()
+    last = program.apply.memory_analysis()
     assert last.temp_size_in_bytes < 1.1 * made.bytes
     assert last.output_size_in_bytes == pytest.approx(last.alias_size_in_bytes, rel=0.01)
     memory = xla.memory_of(program)
@@ -304,7 +304,7 @@ def test_an_update_that_is_all_late_is_in_place_too(case):
     """Decay in the gradient (L2) makes all of an update wait for the mixed parameters; all that
     is new is the gradient with the decay, of two replicas."""
     made = case("l2")
-    finish = made.programs[0].land
+    finish = made.programs[0].apply
     assert " sqrt(" in finish.as_text()
     assert finish.memory_analysis().temp_size_in_bytes < 1.1 * 2 * made.bytes
 

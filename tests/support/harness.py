@@ -74,7 +74,7 @@ def together(txs: Mapping) -> optax.GradientTransformationExtraArgs:
 
 
 def in_steps(tx, mix_every):
-    """A method as one whose ``update`` takes every round: with a delay it keeps what departed."""
+    """A method whose ``update`` takes every round; with a delay it keeps the outgoing arrays."""
     if not isinstance(tx, optim.Delayed):
         return tx
 
@@ -83,17 +83,17 @@ def in_steps(tx, mix_every):
         return state, (params, state.own, state.count)
 
     def update(grads, state, params, *, round, **extra):
-        state, departed = state
+        state, outgoing = state
         departs = (state.count + tx.delay) % mix_every == 0
-        departed = optax.tree.where(departs, (params, state.own, state.count), departed)
+        outgoing = optax.tree.where(departs, (params, state.own, state.count), outgoing)
         updates, state = tx.update(grads, state, params, round=None, **extra)
         if round is not None:
-            x, late = optim.apply_updates(params, updates), departed[0]
-            message = tx.depart(*departed, round)
+            x, late = optim.apply_updates(params, updates), outgoing[0]
+            message = tx.depart(*outgoing, round)
             x, own = tx.arrive(x, state.own, late, message, round)
             updates = jax.tree.map(lambda new, old: new - old, x, params)
             state = state._replace(own=own)
-        return updates, (state, departed)
+        return updates, (state, outgoing)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

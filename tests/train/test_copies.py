@@ -28,9 +28,9 @@ from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.format import format_bytes
 from decent_jax.train import config as config_lib
 from decent_jax.train import copies, copy_file, loop, saved_model, synchronous
+from decent_jax.train.executable_cache import ExecutableCache, open_cache, version
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
-from decent_jax.train.kept_programs import KeptPrograms, kept_programs, version
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
 
@@ -145,11 +145,11 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
     config = configured(**ARMS[arm])
     tiny.run(config, tmp_path / "undisturbed")
     die(config, tmp_path / "run")
-    assert list(memory.glob("*/*/*/*.program"))
+    assert list(memory.glob("*/*/*/*.executable"))
     monkeypatch.setattr(synchronous, "make_step", lambda *args: NeverLowered())
     tiny.run(config, tmp_path / "run")
     assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
-    assert not list(memory.glob("*/*/*/*.program"))
+    assert not list(memory.glob("*/*/*/*.executable"))
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(tmp_path, memory
     config = configured(algorithm="noloco", mesh={"devices": 2}, **changes)
 
     def written():
-        return {path.name: path.stat().st_mtime_ns for path in memory.glob("*/*/*/*.program")}
+        return {path.name: path.stat().st_mtime_ns for path in memory.glob("*/*/*/*.executable")}
 
     with harness.as_if(over_gloo=True):
         tiny.run(config, tmp_path / "undisturbed")
@@ -180,7 +180,7 @@ def test_a_program_that_comes_from_the_cache_of_jax_is_not_kept(tmp_path, compil
         folder.mkdir()
         jax.clear_caches()
         lowered = jax.jit(lambda x: jnp.cumsum(jnp.where(x > 3, jnp.sin(x), new))).lower(x)
-        kept = KeptPrograms(folder, devices=jax.devices()[:1])
+        kept = ExecutableCache(folder, devices=jax.devices()[:1])
         return kept.get("cumsum", lowered.compile)(x), list(folder.iterdir())
 
     first, written = get(tmp_path / "first")
@@ -194,7 +194,7 @@ def test_programs_stay_the_same_when_process_0_gets_another_port(tmp_path, super
 
     def get(port, compiled):
         config = configured(cluster={"coordinator": f"localhost:{port}"})
-        return kept_programs(config, tmp_path, placement).get("twice", compiled)
+        return open_cache(config, tmp_path, placement).get("twice", compiled)
 
     get(9876, jax.jit(lambda x: 2 * x).lower(1.0).compile)
     assert get(9877, lambda: pytest.fail("compiled again"))(1.0) == 2
@@ -205,14 +205,14 @@ def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(
 ):
     config = configured(**ARMS["all_reduce"])
     die(config, tmp_path / "run")
-    (kept,) = memory.glob("*/*/*/*.program")
+    (kept,) = memory.glob("*/*/*/*.executable")
     kept.write_bytes(kept.read_bytes()[:1000])
     die(config, tmp_path / "run", steps=2)
-    assert [path.name for path in memory.glob("*/*/*/*.program")] == [kept.name]
+    assert [path.name for path in memory.glob("*/*/*/*.executable")] == [kept.name]
     assert kept.stat().st_size > 1000
     monkeypatch.setenv(rendezvous.SECRET, 32 * "t")
     die(config, tmp_path / "run", steps=2)
-    assert len(list(memory.glob("*/*/*/*.program"))) == 2
+    assert len(list(memory.glob("*/*/*/*.executable"))) == 2
 
 
 class Code:
@@ -249,7 +249,7 @@ class Code:
             self.traced.append(None)
             return jax.jit(lambda x: model.apply(x)).lower(1.0).compile()
 
-        kept = KeptPrograms(self.folder, devices=jax.devices()[:1])
+        kept = ExecutableCache(self.folder, devices=jax.devices()[:1])
         return lambda: float(kept.get("model", compiled)(1.0))
 
 
@@ -265,7 +265,7 @@ def test_a_program_is_that_of_the_code_which_is_there(tmp_path, monkeypatch, sup
     code.edit("edited_model", "2 *", "1 *")
     older = code.start()
     older()
-    (program,) = tmp_path.glob("*.program")
+    (program,) = tmp_path.glob("*.executable")
     program.unlink()
     code.edit("edited_model", "1 *", "3 *")
     assert older() == 30

@@ -1,13 +1,12 @@
-"""Compiled programs in memory that outlives a process, so that the next one neither traces nor
-compiles them.
+"""Executables in memory that outlives a process: a restarted process neither traces nor compiles.
 
-A process that a supervisor starts again needs the programs that the one before it had. They lie
-beside the copies of its replicas (`decent_jax.train.copies`) and go with them. jax's own cache does
-not do: it has what process 0 has compiled, programs for CPUs are those of one process, and to find
-one in it takes tracing it, most of the time.
+A process that a supervisor restarts needs the executables of its predecessor. They are stored with
+its in-memory checkpoints (`decent_jax.train.copies`) and removed with them. jax's own cache is not
+enough: it holds only what process 0 compiled, executables for CPUs belong to one process, and a
+lookup needs the traced program, which takes most of the time.
 
-It is taken only while all files are the same whose code was loaded when it was compiled: of the
-task and what that imports, of this package, of jax and other libraries.
+An executable is used only while every source file that was loaded when it was compiled is
+unchanged: the task and its imports, this package, jax and the other libraries.
 """
 
 import contextlib
@@ -32,12 +31,12 @@ from decent_jax.ground.json_files import flat
 from decent_jax.replicas import Placement
 
 
-class KeptPrograms:
-    """The programs of one process; see `kept_programs`.
+class ExecutableCache:
+    """The executables of one process; see `open_cache`.
 
     Args:
-      folder: where they lie; None: they are not kept.
-      owner: only what was kept under the same words is taken.
+      folder: where they are stored; None: nowhere, and every call of `get` compiles.
+      owner: part of the key of every executable.
       devices: on which they run.
     """
 
@@ -49,18 +48,18 @@ class KeptPrograms:
     def get(
         self, name: str, compiled: Callable[[], Any], devices: Sequence[Any] | None = None
     ) -> Any:
-        """The program of this name, a `jax.stages.Compiled`.
+        """The executable of this name, a `jax.stages.Compiled`.
 
         Args:
-          name: says all in which programs of one owner differ.
-          compiled: makes it, where it is not kept.
+          name: identifies it among the executables of one owner.
+          compiled: compiles it if it is not in the cache.
           devices: on which it runs; None: all of them.
         """
         if self._folder is None:
             return compiled()
-        number = sha256(f"{self._owner} {name}".encode()).hexdigest()[:32]
-        path = self._folder / f"{number}.program"
-        with contextlib.suppress(Exception):  # none, or one that cannot be read
+        key = sha256(f"{self._owner} {name}".encode()).hexdigest()[:32]
+        path = self._folder / f"{key}.executable"
+        with contextlib.suppress(Exception):  # it is missing or unreadable
             sources, program = pickle.loads(path.read_bytes())
             if all(version(file) == known for file, known in sources.items()):
                 return serialize_executable.deserialize_and_load(
@@ -68,25 +67,25 @@ class KeptPrograms:
                 )
         with _from_the_cache() as hits:
             program = compiled()
-        if hits:  # XLA for CPUs writes such a program without its kernels; jax's cache has it
+        if hits:  # XLA for CPUs would serialize it without its kernels; jax's cache has it
             return program
-        draft = path.with_name(f".{number}.draft")
+        draft = path.with_name(f".{key}.draft")
         try:
             draft.write_bytes(pickle.dumps((loaded(), serialize_executable.serialize(program))))
             draft.rename(path)
         except Exception:
-            # It calls Python, is made of others, which are kept, or the memory is full: then the
-            # next process compiles it.
+            # It calls Python, consists of executables that are cached themselves, or the memory is
+            # full: the next process compiles it.
             draft.unlink(missing_ok=True)
         return program
 
 
-NOWHERE = KeptPrograms()
+NO_CACHE = ExecutableCache()
 
 
 @functools.cache
 def version(file: str) -> tuple[int, ...] | None:
-    """What changes with a file, as it was when this process first asked; None: there is none."""
+    """Size and times of a file when this process first asked; None: there is no such file."""
     with contextlib.suppress(OSError):
         stat = os.stat(file)
         return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
@@ -94,18 +93,18 @@ def version(file: str) -> tuple[int, ...] | None:
 
 
 def loaded() -> dict[str, tuple[int, ...] | None]:
-    """The files of all modules, and their versions."""
+    """The file of every loaded module, and its `version`."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     return {file: version(file) for file in files if file}
 
 
-# A fork of an agent has the code that the agent has imported, whatever the files have become.
+# A fork runs the code that its agent imported, even if the files have changed since.
 os.register_at_fork(before=loaded)
 
 
 @contextlib.contextmanager
 def _from_the_cache() -> Iterator[list[str]]:
-    """What this thread meanwhile takes from jax's cache of compiled programs."""
+    """Hits of this thread in jax's compilation cache, inside the context."""
     hits, thread = [], threading.get_ident()
 
     def listen(event: str, **_: Any) -> None:
@@ -119,17 +118,17 @@ def _from_the_cache() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def kept_programs(config: ConfigDict, folder: Path | None, placement: Placement) -> KeptPrograms:
-    """Those of this process, where it has copies in a folder and a supervisor may start it again.
+def open_cache(config: ConfigDict, folder: Path | None, placement: Placement) -> ExecutableCache:
+    """This process's cache, if it has in-memory checkpoints and a supervisor may restart it.
 
-    They are of one config, one number of processes, the same settings of jax, and one supervisor
-    and the next with the same secret.
+    The key of an executable includes the config, the number of processes, the settings of jax and
+    the supervisor's secret.
     """
     if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
-        return NOWHERE
+        return NO_CACHE
     fields = flat(config.to_dict())
     del fields["cluster.coordinator"]  # a free port of each start
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    own = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]
-    words = json.dumps([*own, fields, flags, dict(jax.config.values)], default=str)
-    return KeptPrograms(folder, words, list(placement.mesh.devices.flat))
+    process = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]
+    owner = json.dumps([*process, fields, flags, dict(jax.config.values)], default=str)
+    return ExecutableCache(folder, owner, list(placement.mesh.devices.flat))

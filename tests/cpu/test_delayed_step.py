@@ -1,4 +1,4 @@
-"""Messages that travel beside several steps: a message and its steps in one program, and a run."""
+"""Messages that overlap several steps: a message and its steps in one program, and a run."""
 
 import itertools
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_flight_is_a_message_and_its_steps(name):
+def test_a_delayed_step_is_a_message_and_its_steps(name):
     """The message is that of the parameters before; the steps know nothing of it. In one program,
     and on CPU hosts in several."""
     method, schedule, every, numbers, changes = CASES[name]
@@ -49,10 +49,10 @@ def test_a_flight_is_a_message_and_its_steps(name):
         return step.lower(state, batch, np.int32(0), round=round).compile()
 
     start = jax.tree.map(jax.numpy.copy, state)
-    alone, flight = program(batches[0], None), program(tuple(batches[1:]), r)
-    state, _ = alone(state, batches[0], np.int32(0))
+    local_step, delayed = program(batches[0], None), program(tuple(batches[1:]), r)
+    state, _ = local_step(state, batches[0], np.int32(0))
     copy = jax.tree.map(jax.numpy.copy, state)
-    landed, metrics = flight(copy, tuple(batches[1:]), np.int32(1))
+    arrived, metrics = delayed(copy, tuple(batches[1:]), np.int32(1))
 
     def stacked(fn, *args):
         return jax.jit(jax.vmap(lambda *own: fn(*own, r), axis_name="replica"))(*args)
@@ -60,28 +60,28 @@ def test_a_flight_is_a_message_and_its_steps(name):
     late, own = jax.device_get((state.params, state.opt_state.own))
     message = stacked(tx.depart, late, own, jax.device_get(state.opt_state.count))
     for k, (batch, got) in enumerate(zip(batches[1:], metrics, strict=True)):
-        state, wanted = alone(state, batch, np.int32(1 + k))
+        state, wanted = local_step(state, batch, np.int32(1 + k))
         tiny_close(got, wanted)
     now = jax.device_get((state.params, state.opt_state.own))
     params, own = stacked(tx.arrive, *now, late, message)
-    tiny_close(landed.params, params)
-    tiny_close(landed.opt_state, state.opt_state._replace(own=own))
+    tiny_close(arrived.params, params)
+    tiny_close(arrived.opt_state, state.opt_state._replace(own=own))
     if name in ("mean", "nodes"):
         with harness.as_if(over_gloo=True):
             hosts = step_lib.make_step(config, task, tx, rate, schedule, placement)
-            alone = hosts.lower(start, batches[0], np.int32(0), round=None).compile()
-            flight = hosts.lower(start, tuple(batches[1:]), np.int32(0), round=r).compile()
-        start, _ = alone(start, batches[0], np.int32(0))
+            local_step = hosts.lower(start, batches[0], np.int32(0), round=None).compile()
+            delayed = hosts.lower(start, tuple(batches[1:]), np.int32(0), round=r).compile()
+        start, _ = local_step(start, batches[0], np.int32(0))
         copy, args = jax.tree.map(jax.numpy.copy, start), (tuple(batches[1:]), np.int32(1))
-        tiny_close(flight(start, *args), (landed, metrics))
+        tiny_close(delayed(start, *args), (arrived, metrics))
         ticks = SimpleNamespace(perf_counter=itertools.count().__next__)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(overlap, "time", ticks)
-            before = flight._replace(compute=Before(flight.compute))
+            before = delayed._replace(compute=Before(delayed.compute))
             made, (steps_s, message_s) = before.timed(copy, *args)
-        tiny_close(made, (landed, metrics))
+        tiny_close(made, (arrived, metrics))
         assert 0 < steps_s < message_s == 5  # after four devices
-    spread = np.ptp(np.asarray(landed.model_state["mean"]))
+    spread = np.ptp(np.asarray(arrived.model_state["mean"]))
     assert (spread < np.ptp(np.asarray(state.model_state["mean"]))) == task.mixes_state
 
 
@@ -108,8 +108,8 @@ def tiny_close(got, wanted):
 
 
 @pytest.mark.slow
-def test_what_falls_due_during_a_flight_waits_until_it_has_landed(tmp_path):
-    """Flights are from 1 to 4 and from 5 to 8; the one from 9 on would land after the end."""
+def test_what_falls_due_during_a_flight_waits_until_it_has_arrived(tmp_path):
+    """Messages span steps 1 to 4 and 5 to 8; one sent at step 9 would arrive after the end."""
     changes = {"algorithm": "noloco", "mix_every": 4, "noloco": {"delay": 3, "carry": True}}
     changes |= {"log": {"every": 2}, "eval": {"every": 5}, "checkpoint": {"every": 3, "keep": 9}}
 

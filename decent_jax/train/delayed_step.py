@@ -1,0 +1,161 @@
+"""Delayed messages: a `decent_jax.optim.Delayed` overlaps each message with several steps."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from decent_jax import gossip
+from decent_jax.cpu.overlap import Parts
+from decent_jax.optim import Delayed
+from decent_jax.replicas import Placement
+from decent_jax.topology import Schedule
+
+
+class Blocks(NamedTuple):
+    """When each round starts, and how many steps it takes.
+
+    schedule: of the rounds; None: no round ever starts.
+    mix_every: as in the config.
+    delay: steps that a message overlaps; 0: it is sent and applied in the same step.
+    """
+
+    schedule: Schedule | None
+    mix_every: int
+    delay: int
+
+    @staticmethod
+    def of(config: ConfigDict, schedule: Schedule, tx: Any) -> "Blocks":
+        """The blocks of a run."""
+        delay = tx.delay if isinstance(tx, Delayed) else 0
+        return Blocks(
+            None if config.algorithm == "all_reduce" else schedule, config.mix_every, delay
+        )
+
+    def due(self, done: int, steps: float = math.inf) -> tuple[int | None, int]:
+        """The round that starts after ``done`` steps, or None, and how many steps it takes.
+
+        A message that would arrive after the last of ``steps`` steps is not sent.
+        """
+        count = max(self.delay, 1)
+        if self.schedule is None or done + count > steps:
+            return None, 1
+        rnd = self.schedule.round_at(done + count - 1, self.mix_every)
+        return rnd, 1 if rnd is None else count
+
+    def cycle(self, done: int = 0, steps: float = math.inf) -> Iterator[tuple[int | None, int]]:
+        """`due` over one cycle of all rounds, from ``done`` steps on."""
+        length = 1 if self.schedule is None else self.schedule.period * self.mix_every
+        end = min(done + length, steps)
+        while done < end:
+            rnd, count = self.due(done, steps)
+            yield rnd, count
+            done += count
+
+    def spans_steps(self, rnd: int | None) -> bool:
+        """Whether a round takes a tuple of batches, one per step."""
+        return rnd is not None and self.delay > 0
+
+
+class Outgoing(NamedTuple):
+    """What a message is made of, before the steps that it overlaps."""
+
+    late: Any  # the parameters
+    own: Any  # the method's own state
+    count: jax.Array
+
+
+class DelayedStep(NamedTuple):
+    """Steps and the message that they overlap, as one program or in parts: code for one device.
+
+    tx: the method.
+    schedule: of its rounds.
+    placement: where the replicas live.
+    mixes_state: whether the model state is averaged too, when the message arrives.
+    """
+
+    tx: Delayed
+    schedule: Schedule
+    placement: Placement
+    mixes_state: bool
+
+    def split(self, state: Any) -> tuple[Any, Outgoing]:
+        """The state that the steps change, and the outgoing arrays."""
+        old = state.opt_state
+        light = old.own._replace(**dict.fromkeys(self.tx.resting))
+        outgoing = Outgoing(state.params, old.own, old.count)
+        return state._replace(opt_state=old._replace(own=light)), outgoing
+
+    def joined(self, own: Any, outgoing: Outgoing) -> Any:
+        """The method's state with the fields that `split` removed."""
+        return own._replace(**{name: getattr(outgoing.own, name) for name in self.tx.resting})
+
+    def message(self, outgoing: Outgoing, rnd: int, after: Any = None) -> Any:
+        """Send and receive; see `decent_jax.optim.Delayed`."""
+
+        def of_replica(outgoing, after):
+            return self.tx.depart(*outgoing, rnd, after)
+
+        return self.placement.per_replica(of_replica)(outgoing, after)
+
+    @jax.named_scope("update")
+    def apply(self, state: Any, outgoing: Outgoing, message: Any, rnd: int) -> Any:
+        """The state after the steps, with the message applied."""
+
+        def of_replica(state, outgoing, message):
+            opt_state = state.opt_state
+            own = self.joined(opt_state.own, outgoing)
+            params, own = self.tx.arrive(state.params, own, outgoing.late, message, rnd)
+            model_state = state.model_state
+            if self.mixes_state:
+                model_state = gossip.mix(model_state, self.schedule, rnd, self.placement.axis_name)
+            return type(state)(params, model_state, opt_state._replace(own=own))
+
+        return self.placement.per_replica(of_replica)(state, outgoing, message)
+
+    def parts(self, step: Callable, finish: Callable) -> Parts:
+        """See `decent_jax.cpu.overlap.Parts`; ``step`` as in `in_one_program`."""
+
+        def apply(outgoing, state, message, metrics, rnd):
+            return self.apply(state, outgoing, message, rnd), metrics
+
+        return Parts(self.split, step, self.message, apply, finish, several=True)
+
+    def in_one_program(
+        self, state: Any, batches: Sequence[Any], t: jax.Array, rnd: int, step: Callable
+    ) -> tuple[Any, list[Any]]:
+        """The state after ``tx.delay`` steps, and the metrics of each step.
+
+        XLA starts the message before a loop over the steps and waits for it after the loop. A mean
+        of groups has two stages; each overlaps a loop over half of the steps.
+
+        Args:
+          state, rnd: see `decent_jax.train.step.make_step`.
+          batches: one per step.
+          t: the first step.
+          step: ``(state, batch, t) -> (state, metrics)``, without a round.
+        """
+        delay, round_ = self.tx.delay, self.schedule.rounds[rnd]
+        two_stages = round_.group_size > 1 and not round_.sends
+        first = delay // 2 if two_stages else delay
+        state, outgoing = self.split(state)
+        state, metrics = _loop(step, state, batches[:first], t)
+        waits = first > 0 and (two_stages or round_.between_groups is not None)
+        message = self.message(outgoing, rnd, state.params if waits else None)
+        state, more = _loop(step, state, batches[first:], t + first)
+        return self.apply(state, outgoing, message, rnd), metrics + more
+
+
+def _loop(
+    step: Callable, state: Any, batches: Sequence[Any], t: jax.Array
+) -> tuple[Any, list[Any]]:
+    """The steps from t on, as one `jax.lax.scan`."""
+    if not batches:
+        return state, []
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    steps = t + jnp.arange(len(batches), dtype=jnp.int32)
+    state, metrics = jax.lax.scan(lambda state, xs: step(state, *xs), state, (stacked, steps))
+    return state, [jax.tree.map(lambda x, k=k: x[k], metrics) for k in range(len(batches))]
