@@ -189,6 +189,14 @@ def add_classes(path):
         shutil.copytree(path / "val" / mini.WNIDS[0], path / "val" / f"n9999{i}")
 
 
+def deeper(path):
+    """One level of folders too many, which hold the classes."""
+    for split in ("train", "val"):
+        (path / split).rename(path / "moved")
+        (path / split).mkdir()
+        (path / "moved").rename(path / split / "images")
+
+
 def remove(*names):
     def change(path):
         for name in names:
@@ -209,6 +217,8 @@ CASES = {  # what is done to class folders, the split that is opened, what the r
     "no class": (remove(*(f"train/{n}" for n in mini.WNIDS)), "train", "in/train"),
     "empty class": (lambda p: empty(p / "train/n02119789"), "train", "n02119789", "6 .heic"),
     "unknown classes": (add_classes, "val", "in/val:", "n99990, n99991, n99992 and 2"),
+    "one class": (deeper, "train", "in/train", "one class alone, images"),
+    "one class, val": (deeper, "val", "in/train", "one class alone, images"),
     "two val": (lambda p: shutil.copytree(p / "val", p / "validation"), "val", "val, validation"),
     "table": (lambda p: (p / "val/val_annotations.txt").write_text("a b"), "val", "line 1"),
 }

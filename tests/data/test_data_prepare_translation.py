@@ -191,6 +191,13 @@ def test_a_share_of_the_training_pairs(tmp_path):
     assert TranslationPairs(out, "val").sentences(1) == [de for _, de in val]
 
 
+def test_no_training_pair_is_left_whatever_the_share(tmp_path):
+    same = dict.fromkeys(("train.en", "train.de"), "a b c d\ne f g h\n")
+    write_plain(tmp_path / "in", {"val.en": None, "val.de": None} | same)
+    with refuses("train split", "2 untranslated", error=DataError):
+        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300, val_fraction=0.5)
+
+
 def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
     own = pair_folder.read_manifest(prepared)["vocab_sha256"]
     assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
@@ -254,6 +261,7 @@ def gz(text):
 PLAIN = {"train.en": "a b\nc d\ne f\n", "train.de": "u v\nw x\ny z\n"}
 PLAIN |= {"val.en": "g\n", "val.de": "h\n"}
 # what is changed in the folder (None: removed), what the refusal names
+LONG_WORDS = {"train.en": 5000 * "a" + "\n", "train.de": 5000 * "b" + "\n"}
 NO_SIDES = {"train.en": None, "train.de": None}
 CASES = {
     "unequal": ({"train.de": "u\nv\n"}, "train.en has 3", "train.de has 2"),
@@ -261,6 +269,9 @@ CASES = {
     "only empty sides": ({"train.de": "\n\n \n"}, "train split", "3 empty"),
     "no val left": ({"val.de": "\n"}, "val split", "1 empty"),
     "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, "train.de, line 2"),
+    "utf-8 of the source": ({"train.en": b"u\nv \xff w\nx\n"}, "train.en, line 2"),
+    "utf-16": ({"val.en": "g".encode("utf-16")}, "val.en, line 1"),
+    "long words": (LONG_WORDS, "4192 bytes"),
     "truncated": ({"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]}, "train.en.gz"),
     "missing language": ({"train.de": None}, "train: ", "only train.en"),
     "nothing": (NO_SIDES, "train.en, train.de"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax.commands.prepare import main
-from decent_jax.data.text import tokenizers
+from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.prepare_text import prepare
 from decent_jax.ground.errors import DataError
 
@@ -359,6 +359,60 @@ def test_an_end_that_cannot_be_kept_out_is_refused_with_its_file(tmp_path):
     (tmp_path / "a.txt").write_text("to be # or not")
     with refuses("a.txt", "'#'", "--end_of_text", error=DataError):
         prepare(tmp_path / "a.txt", tmp_path / "out", str(path), end_of_text="#")
+
+
+# --- What a vocabulary lacks ---------------------------------------------------------------------
+
+
+def pairs(**options):
+    """A tokenizer.json of byte pair encoding that knows the letters of "the fox"."""
+    made = hf.Tokenizer(hf.models.BPE(**options))
+    made.pre_tokenizer = hf.pre_tokenizers.Metaspace()
+    unk = [options["unk_token"]] if "unk_token" in options else []
+    trainer = hf.trainers.BpeTrainer(special_tokens=["</s>", *unk], show_progress=False)
+    made.train_from_iterator(["the fox and the fox"] * 3, trainer)
+    return made.to_str().encode()
+
+
+@given(st.text("the fox", max_size=20), st.sampled_from("é日🙂z"), st.text("the fox", max_size=20))
+def test_no_character_is_dropped_in_silence(before, lacked, after):
+    """Byte pair encoding without unk_token leaves out what its vocabulary lacks."""
+    tokenizer = tokenizers.HFTokenizer(pairs())
+    own = hf.Tokenizer.from_str(pairs().decode())
+    text = before + after
+    assert tokenizer.encode(text).tolist() == own.encode(text).ids
+    with refuses(repr(lacked), "unk_token", error=DataError):
+        pickle.loads(pickle.dumps(tokenizer)).encode(before + lacked + after)
+
+
+def test_bytes_of_a_level_that_is_not_whole_are_not_dropped():
+    made = hf.Tokenizer(hf.models.BPE())
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = hf.trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    made.train_from_iterator(["the fox"] * 3, trainer)
+    tokenizer = tokenizers.HFTokenizer(made.to_str().encode())
+    assert len(tokenizer.encode("the fox"))
+    with refuses("é", error=DataError):
+        tokenizer.encode("the foxé")
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "Unigram", "WordPiece", "WordLevel"])
+def test_unknown_tokens_are_counted(kind, tmp_path, capsys):
+    """In the manifest and in what `prepare` says, of each split."""
+    none = dict.fromkeys(("begins", "padded", "dropout", "ignore_merges", "normalizer"), False)
+    path = tmp_path / "words.json"
+    path.write_bytes(built(kind, "</s>", in_model=True, special=True, **none))
+    lines = [json.dumps({"text": f"the fox \u65e5 \u672c {i}"}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    given = ["text", "--input", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o")]
+    assert main([*given, "--tokenizer", str(path), "--val_fraction", "0.3"]) == 0
+    said, splits = capsys.readouterr().out, token_folder.read_manifest(tmp_path / "o")["splits"]
+    tokenizer = tokenizers.from_manifest(tmp_path / "o")
+    for split, entry in splits.items():
+        ids = np.fromfile(tmp_path / "o" / f"{split}.bin", tokenizer.dtype)
+        unknown = [i for i in ids.tolist() if "<unk>" in tokenizer.decode([i])]
+        assert entry["unknown"] == len(unknown) > 0
+        assert f"{100 * len(unknown) / len(ids):.2g}%" in said
 
 
 MERGES = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "aa": 2}, "merges": ["a a", "aa a"]}

@@ -53,7 +53,7 @@ MOST_LINES = {
     "replicas": 194,
     "optim": 1284,
     "models": 1320,
-    "data": 3427,
+    "data": 3464,
     "tasks": 1027,
     "train": 3700,
     "cpu": 286,

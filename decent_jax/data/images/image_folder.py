@@ -133,6 +133,10 @@ def _storage(path: str, split: str):
     if not found:
         raise DataError(f"{places[split]}: holds no class; {_EXPECTED}{_instead(left_out)}")
     class_names = sorted(found) if split == "train" else _subfolders(places["train"])
+    if len(class_names) == 1:
+        raise DataError(
+            f"{places['train']}: holds one class alone, {class_names[0]}; {_EXPECTED} of several"
+        )
     _check_known(places[split], sorted(found), class_names)
     return _Files(places[split], split, class_names, found, left_out, has_table)
 

@@ -234,4 +234,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(manifest: dict[str, Any]) -> Iterator[str]:
     """What the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
-        yield f"{split:5} {entry['documents']:>12,} documents {entry['tokens']:>16,} tokens"
+        share = 100 * entry["unknown"] / entry["tokens"]
+        more = f", {share:.2g}% of them unknown to the tokenizer" if share else ""
+        yield f"{split:5} {entry['documents']:>12,} documents {entry['tokens']:>16,} tokens{more}"

@@ -175,6 +175,7 @@ class TokenFolderWriter(Draft):
         self._largest: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
+        self._unknown: dict[str, int] = dict.fromkeys(SPLITS, 0)
 
     def add(self, split: str, ids: np.ndarray) -> None:
         """Appends one document, integer ids of shape (tokens,) without a separator."""
@@ -183,6 +184,7 @@ class TokenFolderWriter(Draft):
         )
         self.documents[split] += 1
         self.tokens[split] += len(ids) + 1
+        self._unknown[split] += int((ids == self._tokenizer.unknown).sum())
         largest = int(ids.max(initial=self._tokenizer.end_of_text))
         self._largest[split] = max(self._largest[split], largest)
 
@@ -199,6 +201,7 @@ class TokenFolderWriter(Draft):
                 split: {
                     "documents": self.documents[split],
                     "tokens": self.tokens[split],
+                    "unknown": self._unknown[split],
                     **self.close(f"{split}.bin"),
                     "largest_id": self._largest[split],
                 }

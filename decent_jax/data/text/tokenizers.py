@@ -55,12 +55,14 @@ class Tokenizer:
       name: `"gpt2"`, `"bytes"`, `"chars"` or `"tokenizer.json"`.
       vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
+      unknown: the id of what the vocabulary lacks, -1 where there is none.
       files: file name -> bytes, needed to decode the tokens and kept in their folder.
     """
 
     name: str
     vocab_size: int
     end_of_text: int
+    unknown: int = -1
     files: dict[str, bytes]
 
     @property
@@ -224,6 +226,12 @@ class HFTokenizer(Tokenizer):
             self.end_of_text = vocabulary[self._end]
             self.files = {HF_FILE: _for_documents(saved, self._end, self.end_of_text)}
             self._tokenizer = made.from_str(self.files[HF_FILE].decode())
+            model = saved["model"]
+            named = vocabulary.get(model.get("unk_token"), -1)
+            self.unknown = model["unk_id"] if model.get("unk_id") is not None else named
+            self._showing = None
+            if (shows := _showing_what_is_dropped(json.loads(self.files[HF_FILE]))) is not None:
+                self._showing = made.from_str(json.dumps(shows))
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
@@ -246,7 +254,16 @@ class HFTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         with _library_errors("cannot encode the text"):
-            ids = self._tokenizer.encode(valid_unicode(text)).ids
+            ids = self._tokenizer.encode(text := valid_unicode(text)).ids
+            if (
+                self._showing is not None
+                and _DROPPED in (shown := self._showing.encode(text)).tokens
+            ):
+                start, stop = shown.offsets[shown.tokens.index(_DROPPED)]
+                raise DataError(
+                    f"a text has {text[start:stop]!r}, which {HF_FILE} drops: its vocabulary lacks"
+                    " it, and its model has neither unk_token nor byte_fallback"
+                )
         if self.end_of_text in ids:
             raise DataError(
                 f"a text encodes to {self._end!r}, which ends a document; take it out of the text,"
@@ -316,6 +333,26 @@ def _for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
         "model": model,
     }
     return json.dumps(changed, ensure_ascii=False).encode()
+
+
+_DROPPED = "decent_jax: dropped"
+
+
+def _showing_what_is_dropped(saved: dict[str, Any]) -> dict[str, Any] | None:
+    """A tokenizer.json that has a token for what the other drops in silence; None: it drops none.
+
+    Byte pair encoding leaves out characters that its vocabulary lacks. Their neighbours then merge,
+    so the other ids are not those of the tokenizer.
+    """
+    import tokenizers
+
+    model, bytewise = saved["model"], set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    steps = json.dumps([saved.get("normalizer"), saved.get("pre_tokenizer")])
+    whole = '"ByteLevel"' in steps and bytewise <= set(model.get("vocab", ()))
+    if "merges" not in model or model.get("unk_token") or model.get("byte_fallback") or whole:
+        return None
+    vocabulary = model["vocab"] | {_DROPPED: max(model["vocab"].values(), default=-1) + 1}
+    return saved | {"model": model | {"vocab": vocabulary, "unk_token": _DROPPED}}
 
 
 def load(

@@ -268,7 +268,7 @@ def _normalised(lines: Lines) -> Iterator[tuple[str, str]]:
         try:
             yield normalise(sides[0].decode()), normalise(sides[1].decode())
         except UnicodeDecodeError as error:
-            place = lines.places[0 if error.object is sides[0] else 1]
+            place = lines.places[0 if error.object == sides[0] else 1]  # it holds a copy
             raise DataError(f"{place}, line {lines.line + i}: invalid UTF-8") from None
 
 
@@ -302,7 +302,7 @@ def _check_splits(sources: sentence_pairs.Inputs, val_fraction: float) -> None:
 
 def _check_survey(survey: _Survey, sources: sentence_pairs.Inputs, val_fraction: float) -> None:
     counts = np.bincount(np.concatenate(survey.fates), minlength=_RATIO_OFF + 1)
-    if val_fraction and not counts[_VAL]:
+    if val_fraction and counts[_TRAIN] and not counts[_VAL]:
         raise DataError(
             f"none of {counts.sum()} pairs fell into the val split with --val_fraction"
             f" {val_fraction:g}; choose a larger one"

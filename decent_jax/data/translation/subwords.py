@@ -180,6 +180,8 @@ def _explained(error: str, size: int) -> str:
             f"a vocabulary of {size} is too small for the characters of the text; pass --vocab_size"
             f" {found[1]} or more"
         )
+    if "!sentences_.empty()" in error:
+        return "the training text has no word of up to 4192 bytes; are its lines sentences?"
     return f"the vocabulary cannot be trained ({error.strip().splitlines()[-1][:200]})"
 
 
