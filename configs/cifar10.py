@@ -30,8 +30,8 @@ ADAM = {
 ARMS = {
     "all_reduce": SGD | {"algorithm": "all_reduce"},
     "momentum_sgd": SGD,
-    "momentum_sgd_then": SGD | {"combine": "then"},
-    "alternating_exp_ring": SGD | {"schedule": "alternating_exp_ring", "local_size": 2},
+    "momentum_sgd_atc": SGD | {"combine": "atc"},
+    "alternating_exp_ring": SGD | {"schedule": "alternating_exp_ring", "replicas_per_node": 2},
     "hypercube": SGD | {"schedule": "hypercube"},
     "ring": SGD | {"schedule": "ring"},
     "base_graph": SGD | {"schedule": "base_k"},
@@ -43,7 +43,7 @@ ARMS = {
     "accum_adam": ADAM,
     "all_reduce_adam": ADAM | {"algorithm": "all_reduce"},
     "peers": SGD
-    | {"algorithm": "swarm", "schedule": "random_matching", "peers.use": True, "mix_every": 2}
+    | {"algorithm": "swarm", "schedule": "random_matching", "trainer": "peers", "mix_every": 2}
     | {"model.batch_norm_consensus": "mix"},  # peers take it along to their meetings
 }
 
@@ -69,10 +69,11 @@ def get_config(arguments: str = "momentum_sgd"):
     config.lr_schedule.warmup = "5%"
     config.lr_schedule.end_factor = 0.0
     config.optimizer.decoupled = False
-    config.optimizer.window = 4
+    config.optimizer.accum_steps = 4
     config.update_from_flattened_dict(ARMS[arm])
 
-    config.mesh.loop = True  # vmap over replicas makes grouped convolutions, slow on a CPU
+    # vmap over replicas makes grouped convolutions, slow on a CPU
+    config.mesh.sequential_replicas = True
     config.log.every = 50
     config.eval.every = "20%"
     config.checkpoint.every = 0

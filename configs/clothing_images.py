@@ -46,13 +46,14 @@ def get_config(arguments: str = "accum_adam"):
     else:
         config.algorithm = "accum_adam"
         config.schedule = "one_peer_exp"
-        config.optimizer.window = 4
+        config.optimizer.accum_steps = 4
         config.learning_rate = 2e-3
     if arm == "accum_adam_ring":
         config.schedule = "alternating_exp_ring"
-        config.local_size = 2
+        config.replicas_per_node = 2
 
-    config.mesh.loop = True  # vmap over replicas makes grouped convolutions, slow on a CPU
+    # vmap over replicas makes grouped convolutions, slow on a CPU
+    config.mesh.sequential_replicas = True
     config.log.every = 20
     config.eval.every = 0
     config.checkpoint.every_minutes = 0.0

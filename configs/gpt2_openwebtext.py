@@ -56,17 +56,17 @@ def get_config(arguments: str = "decentralized"):
     config.optimizer.clip_norm = 1.0
 
     config.num_replicas = 16
-    config.local_size = 4
+    config.replicas_per_node = 4
     config.schedule = "auto"  # published: alternating_exp_ring
     if arm == "all_reduce":
         config.algorithm = "all_reduce"
         config.optimizer.b2 = 0.95
     else:
         config.algorithm = "accum_adam"
-        config.optimizer.window = 8
+        config.optimizer.accum_steps = 8
         config.optimizer.b2 = 0.98
     if arm == "peers":
-        config.peers.use = True
+        config.trainer = "peers"
         config.peers.address = "auto"
         config.peers.gpus = 1.0
         config.peers.meet_s = 30.0  # a copy is 497 MB
@@ -88,7 +88,7 @@ def get_config(arguments: str = "decentralized"):
         config.model.context = 64
         config.model.dtype = "float32"
         config.num_replicas = 8
-        config.local_size = 2
+        config.replicas_per_node = 2
         config.batch_size = 16
         config.steps = 20
         config.lr_schedule.warmup = 5

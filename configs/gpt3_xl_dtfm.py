@@ -42,9 +42,10 @@ def get_config():
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0
 
+    config.trainer = "pipelines"
     config.pipeline.stages = 8
     config.pipeline.micro_batches = 64
     config.pipeline.order = "gpipe"  # see docs/pipelines.md; as DT-FM
-    config.pipeline.wire = "bfloat16"
+    config.pipeline.codec = "bfloat16"
     config.pipeline.gpus = 1.0
     return config

@@ -21,13 +21,14 @@ ACCUM_ADAM = LONG | {"algorithm": "accum_adam", "schedule": "one_peer_exp"}
 SWARM = LONG | {"algorithm": "swarm", "optimizer.name": "accum_adam", "mix_every": 2}
 ARMS = {
     "accum_adam": ACCUM_ADAM,
-    "alternating_exp_ring": ACCUM_ADAM | {"schedule": "alternating_exp_ring", "local_size": 2},
+    "alternating_exp_ring": ACCUM_ADAM
+    | {"schedule": "alternating_exp_ring", "replicas_per_node": 2},
     "gossiped_momentum": LONG
     | {"algorithm": "gossiped_momentum", "schedule": "one_peer_exp", "optimizer.name": "adam"}
     | {"optimizer.b1": 0.9},  # a longer mean is averaged better before it is used
     "all_reduce": {"algorithm": "all_reduce"},
     "swarm": SWARM | {"schedule": "random_matching(rounds=16)"},
-    "peers": SWARM | {"schedule": "random_matching", "peers.use": True},
+    "peers": SWARM | {"schedule": "random_matching", "trainer": "peers"},
 }
 
 
@@ -52,12 +53,12 @@ def get_config(arguments: str = "accum_adam"):
     config.learning_rate = 5e-3
     config.lr_schedule.warmup = "10%"
     config.lr_schedule.end_factor = 0.0
-    config.optimizer.window = 2
+    config.optimizer.accum_steps = 2
     config.optimizer.b1 = 0.8  # as in tatoeba_en_de.py: short trainings want short moments
     config.optimizer.b2 = 0.98
     config.update_from_flattened_dict(ARMS[arm])
 
-    config.mesh.loop = True  # 0.7 times as long as vmap on a CPU
+    config.mesh.sequential_replicas = True  # 0.7 times as long as vmap on a CPU
     config.log.every = 50
     config.eval.every = 400
     config.checkpoint.every = 0

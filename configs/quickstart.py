@@ -28,7 +28,7 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.optimizer.window = 4
+    config.optimizer.accum_steps = 4
     config.batch_size = 16
     config.steps = 3000
     config.learning_rate = 8e-3
@@ -38,7 +38,7 @@ def get_config():
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0
 
-    config.mesh.loop = True  # faster than vmap on a CPU
+    config.mesh.sequential_replicas = True  # faster than vmap on a CPU
     config.log.every = 50
     config.eval.every = 1000
     config.checkpoint.every_minutes = 0.4

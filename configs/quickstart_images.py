@@ -24,14 +24,15 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.optimizer.window = 2
+    config.optimizer.accum_steps = 2
     config.batch_size = 64
     config.steps = 600
     config.learning_rate = 6e-3
     config.lr_schedule.warmup = "10%"
     config.optimizer.weight_decay = 0.05
 
-    config.mesh.loop = True  # vmap over replicas makes grouped convolutions, slow on a CPU
+    # vmap over replicas makes grouped convolutions, slow on a CPU
+    config.mesh.sequential_replicas = True
     config.log.every = 50
     config.eval.every = 200
     config.checkpoint.every_minutes = 0.4

@@ -18,7 +18,7 @@ def get_config():
     quickstart = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(quickstart)
     config = quickstart.get_config()
-    config.peers.use = True
+    config.trainer = "peers"
     config.num_replicas = 4
     config.algorithm = "swarm"
     config.schedule = "random_matching"  # peers meet in random pairs, without rounds

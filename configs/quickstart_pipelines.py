@@ -5,7 +5,7 @@ stage of a replica is a process of its own, which Ray starts; activations travel
 stage, and equal stages of the two replicas gossip.
 
 Command: python train.py --config configs/quickstart_pipelines.py --workdir runs/pipelines
-Hardware: 2 cores; for comparison: --config.pipeline.stages=0 --config.pipeline.micro_batches=1
+Hardware: 2 cores; for comparison: --config.trainer=synchronous --config.pipeline.micro_batches=1
 """
 
 import importlib.util
@@ -19,8 +19,9 @@ def get_config():
     spec.loader.exec_module(quickstart)
     config = quickstart.get_config()
     config.num_replicas = 2
+    config.trainer = "pipelines"
     config.pipeline.stages = 3
     config.pipeline.micro_batches = 4
     config.pipeline.order = "1f1b"
-    config.pipeline.wire = "bfloat16"
+    config.pipeline.codec = "bfloat16"
     return config

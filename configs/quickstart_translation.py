@@ -26,13 +26,13 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.optimizer.window = 2
+    config.optimizer.accum_steps = 2
     config.batch_size = 4096
     config.steps = 450
     config.learning_rate = 4e-3
     config.lr_schedule.warmup = "10%"
 
-    config.mesh.loop = True  # 0.6 times as long as vmap on a CPU
+    config.mesh.sequential_replicas = True  # 0.6 times as long as vmap on a CPU
     config.log.every = 25
     config.eval.every = 225
     config.checkpoint.every_minutes = 0.4

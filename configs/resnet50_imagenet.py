@@ -52,7 +52,7 @@ def get_config(arguments: str = "accum_adam"):
     config.optimizer.decoupled = False
 
     config.num_replicas = 32
-    config.local_size = 8
+    config.replicas_per_node = 8
     config.schedule = "auto"  # published: alternating_exp_ring
     config.algorithm = arm
     if arm == "momentum_sgd":
@@ -63,7 +63,7 @@ def get_config(arguments: str = "accum_adam"):
     else:
         config.learning_rate = 1.5e-3 if arm == "accum_adam" else 1e-3
         config.lr_schedule.end_factor = 1e-5 / config.learning_rate
-        config.optimizer.window = 8
+        config.optimizer.accum_steps = 8
 
     config.eval.every = "1 epoch"
     config.checkpoint.every = "1 epoch"
@@ -74,8 +74,8 @@ def get_config(arguments: str = "accum_adam"):
         config.model.update(width=8, small_images=True, dtype="float32")
         config.data.update(path="generated", train_images=2000, val_images=200)
         config.data.update(image_size=32, eval_size=0, eval_resize=0)
-        config.update(num_replicas=8, local_size=2, batch_size=64, epochs=1.0)
+        config.update(num_replicas=8, replicas_per_node=2, batch_size=64, epochs=1.0)
         config.lr_schedule.warmup = "10%"
         config.log.every = 5
-        config.mesh.loop = True
+        config.mesh.sequential_replicas = True
     return config

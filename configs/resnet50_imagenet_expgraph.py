@@ -5,7 +5,7 @@ Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized 
 90 epochs; the learning rate is 0.1 per 256 images of a step, rises linearly for 5 epochs, and falls
 to a tenth after 30, 60 and 80; momentum 0.9, decay 1e-4 on all but batch-norm scales and biases; 32
 images per replica, 4 machines with 8 GPUs each. Momentum stays local, and replicas mix their
-parameters after the step (combine="then"), as in the authors' code. After the colon:
+parameters after the step (combine="atc"), as in the authors' code. After the colon:
 
     one_peer_exp     one neighbour per step, 2^k places away, in turn
     static_exp       all of these neighbours in each step
@@ -49,7 +49,7 @@ def get_config(arguments: str = "one_peer_exp"):
     config.num_replicas = 32
     config.schedule = SCHEDULES[graph]
     config.algorithm = "decentralized_sgd"
-    config.combine = "then"
+    config.combine = "atc"
     if graph == "all_reduce":
         config.algorithm = "all_reduce"
         config.optimizer.name = "sgd"
@@ -78,5 +78,5 @@ def get_config(arguments: str = "one_peer_exp"):
         config.update(num_replicas=8, batch_size=64, epochs=3.0, learning_rate=0.025)
         config.lr_schedule.update(warmup="10%", drops="1 epoch, 2 epochs")
         config.log.every = 5
-        config.mesh.loop = True
+        config.mesh.sequential_replicas = True
     return config

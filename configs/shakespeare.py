@@ -42,13 +42,13 @@ ARMS = {
     "all_reduce": {"algorithm": "all_reduce", "optimizer.name": "adam"},
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
     "gossiped_momentum": GOSSIP | {"algorithm": "gossiped_momentum"},
-    "gossiped_momentum_int8": GOSSIP | {"algorithm": "gossiped_momentum", "comm_dtype": "int8"},
+    "gossiped_momentum_int8": GOSSIP | {"algorithm": "gossiped_momentum", "codec": "int8"},
     "diloco": {
         "algorithm": "diloco",
         "optimizer.name": "adam",
         "schedule": "complete",
         "mix_every": 16,
-        "comm_dtype": "int4",
+        "codec": "int4",
     },
 }
 
@@ -70,7 +70,7 @@ def get_config(arguments: str = "cpu,accum_adam"):
     config.optimizer.clip_norm = 1.0
     config.update_from_flattened_dict(RECIPES[recipe] | ARMS[arm])
 
-    config.mesh.loop = recipe == "cpu"  # faster than vmap on a CPU
+    config.mesh.sequential_replicas = recipe == "cpu"  # faster than vmap on a CPU
     config.log.every = 50
     config.eval.every = 250
     config.checkpoint.every_minutes = 1.0

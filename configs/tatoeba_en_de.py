@@ -8,8 +8,9 @@ Command: python train.py --config configs/tatoeba_en_de.py:accum_adam --workdir 
 After the colon comes one of all_reduce, accum_adam (one_peer_exp), accum_adam_ring
 (alternating_exp_ring on nodes of 2) and accum_adam_complete.
 
-Hardware: one core for 65 minutes, then without mesh.loop. Result: BLEU on the test set 30.3 with
-all_reduce, and 30.1, 30.8 and 31.0 with the others (one seed; see docs/translation.md).
+Hardware: one core for 65 minutes, then without mesh.sequential_replicas. Result: BLEU on the test
+set 30.3 with all_reduce, and 30.1, 30.8 and 31.0 with the others (one seed; see
+docs/translation.md).
 """
 
 from decent_jax import train
@@ -38,9 +39,9 @@ def get_config(arm: str = "accum_adam"):
     config.num_replicas = 8
     config.algorithm = "all_reduce" if arm == "all_reduce" else "accum_adam"
     config.schedule = ARMS[arm]
-    config.optimizer.window = 2  # published is n / 2 = 4, for 13 times as many steps
+    config.optimizer.accum_steps = 2  # published is n / 2 = 4, for 13 times as many steps
     if arm == "accum_adam_ring":
-        config.local_size = 2
+        config.replicas_per_node = 2
     config.batch_size = 4096
     config.steps = 10_000
     config.learning_rate = 1.2e-2
@@ -49,7 +50,7 @@ def get_config(arm: str = "accum_adam"):
     config.optimizer.b1 = 0.8
     config.optimizer.b2 = 0.98
 
-    config.mesh.loop = True  # 0.6 times as long as vmap on a CPU
+    config.mesh.sequential_replicas = True  # 0.6 times as long as vmap on a CPU
     config.log.every = 50
     config.eval.every = 2500
     config.checkpoint.every_minutes = 5.0

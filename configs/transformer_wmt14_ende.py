@@ -57,10 +57,10 @@ def get_config(arguments: str = "base,accum_adam"):
     config.model.dtype = "bfloat16"
 
     config.num_replicas = n
-    config.local_size = 4
+    config.replicas_per_node = 4
     config.schedule = "auto"  # published: alternating_exp_ring
     config.algorithm = algorithm
-    config.optimizer.window = max(n // 2, 1)
+    config.optimizer.accum_steps = max(n // 2, 1)
 
     config.batch_size = 25_600  # source tokens, and as many target tokens: 800 per replica of 32
     config.steps = 130_000
@@ -79,8 +79,8 @@ def get_config(arguments: str = "base,accum_adam"):
     if local:
         config.data.update(path="numbers", shapes=2, bleu_sentences=20)
         config.model.update(preset="tiny", dtype="float32")
-        config.update(num_replicas=8, local_size=2, batch_size=2048, steps=40)
-        config.optimizer.window = 4
+        config.update(num_replicas=8, replicas_per_node=2, batch_size=2048, steps=40)
+        config.optimizer.accum_steps = 4
         config.lr_schedule.warmup = 10
         config.eval.every = 20
         config.log.every = 5

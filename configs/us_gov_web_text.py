@@ -54,13 +54,13 @@ def get_config(arguments: str = "accum_adam"):
     config.steps = 2000  # 4.1 million tokens
     config.learning_rate = 2e-3
     config.lr_schedule.warmup = "10%"
-    config.optimizer.window = 2
+    config.optimizer.accum_steps = 2
     config.optimizer.b2 = 0.95
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0
     config.update_from_flattened_dict(ARMS[arm])
 
-    config.mesh.loop = True  # faster than vmap on a CPU
+    config.mesh.sequential_replicas = True  # faster than vmap on a CPU
     config.log.every = 50
     config.eval.every = "10%"
     config.checkpoint.every = 0

@@ -59,7 +59,7 @@ class Variant(NamedTuple):
     every: int = EVERY
     numbers: tuple = ()
     centre: float = 4e-3
-    wire: str = "float32"
+    codec: str = "float32"
 
 
 PAIRS = "random_matching(rounds=64)"
@@ -87,9 +87,9 @@ VARIANTS = (
     SPARSE_MUON._replace(
         label="SparseLoCo of 1% every step, Muon", every=1, numbers=(("density", 0.0105),)
     ),
-    Variant("all_reduce, Adam, int8", "all_reduce", every=1, wire="int8"),
-    Variant("DiLoCo, int4", "diloco", wire="int4"),
-    Variant("MuLoCo, int4", "diloco", "muon", centre=8e-3, wire="int4"),
+    Variant("all_reduce, Adam, int8", "all_reduce", every=1, codec="int8"),
+    Variant("DiLoCo, int4", "diloco", codec="int4"),
+    Variant("MuLoCo, int4", "diloco", "muon", centre=8e-3, codec="int4"),
     Variant("DiLoCo, late", "diloco", numbers=(("delay", 5),)),
 )
 
@@ -153,7 +153,7 @@ class Task:
             inner,
             mix_every=variant.every,
             gradient=optax.clip_by_global_norm(1.0),
-            codec=codecs.NAMED[variant.wire],
+            codec=codecs.NAMED[variant.codec],
             numbers=dict(variant.numbers),
         )
 
@@ -238,7 +238,7 @@ def schedule_of(variant: Variant):
     """The schedule of a cycle; all_reduce in float32 is one replica with the batches of all."""
     method = METHODS[variant.method]
     phases = method.phases({**method.numbers, **dict(variant.numbers)})
-    n = 1 if variant.method == "all_reduce" and variant.wire == "float32" else N
+    n = 1 if variant.method == "all_reduce" and variant.codec == "float32" else N
     return topology.repeat(topology.make(variant.schedule, n), phases)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/evidence/trainings.py --root DIR         # does what is left, a run per core
     python benchmarks/evidence/trainings.py --root DIR --list  # says what is done and what is left
     python benchmarks/evidence/trainings.py --root DIR --only dirichlet --at_once 5
-        --config.mesh.loop=False
+        --config.mesh.sequential_replicas=False
 
 DIR/data/ has the folders shakespeare, cifar10, multi30k and us_gov_web_text; the configs of these
 names say how to prepare them. The list (`pieces`) is in the order of worth: what has finished can
@@ -116,7 +116,7 @@ def _rates() -> Iterator[Piece]:
     And at twice the config's, where gossip is furthest behind, arms whose replicas stay nearer to
     each other.
     """
-    nearer = ("momentum_sgd_then", "gossiped_momentum", "alternating_exp_ring")
+    nearer = ("momentum_sgd_atc", "gossiped_momentum", "alternating_exp_ring")
     at_twice = (*MAIN, *(f"cifar10:{arm}" for arm in nearer))
     for rate in RATES:
         own = {"epochs": SHORTEST, "learning_rate": rate}
@@ -126,7 +126,7 @@ def _rates() -> Iterator[Piece]:
 
 def _higher_rates() -> Iterator[Piece]:
     """Higher rates, for the length and seeds of the main arms and of what is nearer in the grid."""
-    arms = (*MAIN, "cifar10:momentum_sgd_then")
+    arms = (*MAIN, "cifar10:momentum_sgd_atc")
     for label, rate in ("-twice_the_rate", TWICE), ("-four_times_the_rate", FOUR_TIMES):
         own = {"epochs": FULL, "learning_rate": rate}
         yield from (piece(arm, seed, label, **own) for seed in range(3) for arm in arms)
@@ -168,7 +168,7 @@ def _slow_links() -> Iterator[Piece]:
     """
     yield piece("cifar10:alternating_exp_ring", 0, epochs=FULL)
     yield piece("multi30k_en_de:alternating_exp_ring", 0)
-    yield piece("multi30k_en_de:accum_adam", 0, "-int8", comm_dtype="int8")
+    yield piece("multi30k_en_de:accum_adam", 0, "-int8", codec="int8")
     slow = {"epochs": FULL, "task": "benchmarks.evidence.one_slow"}
     yield piece("cifar10:peers", 0, "-one_slow", **slow)
 

@@ -10,7 +10,7 @@ run goes to FOLDER/goodput.jsonl; runs that have a row there are not made again.
 table is printed, and drawn to FOLDER/goodput.png.
 
 one_peer_exp, all_reduce   copies in memory, as they are by default
-neighbours                 one_peer_exp with recovery.neighbours=1: a whole host is lost with its
+neighbours                 one_peer_exp with recovery.mirror=True: a whole host is lost with its
                            memory each time, a fifth one takes its place, and it is spare then
 disk                       one_peer_exp with recovery.every=0 and a checkpoint every 100 steps
 peers                      on Ray; those of a killed peer's meetings go on
@@ -48,7 +48,7 @@ SYNCHRONOUS = {"log.every": 1, "cluster.heartbeat_s": 10, "eval.batches": 1}
 ARMS: dict[str, dict[str, Any]] = {
     "one_peer_exp": PROGRAMS["one_peer_exp"] | SYNCHRONOUS,
     "all_reduce": PROGRAMS["all_reduce"] | SYNCHRONOUS,
-    "neighbours": PROGRAMS["one_peer_exp"] | SYNCHRONOUS | {"recovery.neighbours": 1},
+    "neighbours": PROGRAMS["one_peer_exp"] | SYNCHRONOUS | {"recovery.mirror": True},
     "disk": PROGRAMS["one_peer_exp"] | SYNCHRONOUS | {"recovery.every": 0, "checkpoint.every": 100},
     "peers": PROGRAMS["peers"] | {"mix_every": 4, "log.every": 1},
 }

@@ -28,7 +28,7 @@ from decent_jax.train import ConfigError, flags, validate
 from decent_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"num_replicas": 4, "batch_size": 8, "optimizer.window": 3, "checkpoint.every": 7}
+SMALL = {"num_replicas": 4, "batch_size": 8, "optimizer.accum_steps": 3, "checkpoint.every": 7}
 SMALL |= {"model.layers": 1, "model.width": 32, "model.context": 32, "model.dropout": 0.1}
 SMALL |= {"log.every": 5, "eval.every": 0, "eval.batches": 2}
 

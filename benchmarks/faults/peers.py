@@ -48,7 +48,7 @@ SLEEPING = str(ROOT / "benchmarks" / "faults" / "sleeping.py")
 PEERS = {
     "algorithm": "swarm",
     "schedule": "random_matching",
-    "peers.use": True,
+    "trainer": "peers",
     "peers.address": f"{HEAD}:{PORT}",
     "peers.cpus": 1,
     "peers.restarts": 1000,
@@ -76,9 +76,9 @@ def cases_of(table: str, parsed) -> list[dict[str, Any]]:
     return [
         alone,
         *(
-            even | {"program": "peers", "mix_every": every, "peers.wire": wire}
+            even | {"program": "peers", "mix_every": every, "peers.codec": codec}
             for every in (1, 4, 8)
-            for wire in ("float32", "lattice8")
+            for codec in ("float32", "lattice8")
         ),
         even | {"program": "one_peer_exp"},
         even | {"program": "all_reduce"},
@@ -182,7 +182,7 @@ OF_QUALITY: dict[str, dict[str, Any]] = {
     "all_reduce": {"algorithm": "all_reduce", "optimizer.name": "accum_adam"},
     "one_peer_exp": {},
     "swarm": SWARM,
-    "peers": SWARM | {"peers.use": True},
+    "peers": SWARM | {"trainer": "peers"},
 }
 
 
@@ -250,7 +250,7 @@ def waiting_table(rows: list[dict[str, Any]]) -> str:
         rate = sum(1 / s for s in steps) if peers else n / steps[0]
         every = "never" if row.get("mix_every") == NEVER else str(row.get("mix_every", ""))
         cells = [str(n), f"{row['mbit']:g}", row["program"], f"{slowness:g}", every]
-        cells += [row.get("peers.wire", ""), f"{statistics.median(steps[: n - 1]) / base:.3f}"]
+        cells += [row.get("peers.codec", ""), f"{statistics.median(steps[: n - 1]) / base:.3f}"]
         cells += ["" if peers else f"{predicted(row, base) / base:.3f}", f"{rate / ideal:.3f}"]
         lines.append([*cells, f"{row['met']:.2f}" if "met" in row else ""])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

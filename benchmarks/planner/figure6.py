@@ -161,7 +161,9 @@ def predict_s(
     one = name == AER
     used = ports or (cluster.ports_of_one if one else cluster.ports)
     schedule = topology.make(
-        "alternating_exp_ring" if one else "hypercube", n, local_size=cluster.devices_per_node
+        "alternating_exp_ring" if one else "hypercube",
+        n,
+        replicas_per_node=cluster.devices_per_node,
     )
     gossip = Gossip(schedule, execution="all_reduce", bucket_bytes=BUCKET_BYTES)
     run = simulator.simulate(

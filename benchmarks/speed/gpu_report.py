@@ -130,7 +130,7 @@ def gpt2(tiny: bool, n: int, **changes: Any):
     config.model.update(TINY_GPT2 if tiny else GPT2)
     config.num_replicas, config.batch_size = n, 16
     config.optimizer.clip_norm = 1.0
-    config.algorithm, config.optimizer.window = "accum_adam", 4
+    config.algorithm, config.optimizer.accum_steps = "accum_adam", 4
     config.update(changes)
     config_lib.validate(config)
     return config

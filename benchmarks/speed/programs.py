@@ -125,7 +125,7 @@ def config_of(name: str, parsed, overrides: list[str]):
     config.model.update(dtype="bfloat16", attention="cudnn")
     config.num_replicas, config.batch_size = parsed.replicas, parsed.batch_size
     config.optimizer.clip_norm = 1.0
-    config.local_size = 2
+    config.replicas_per_node = 2
     if name == "all_reduce":
         config.algorithm = name
     else:

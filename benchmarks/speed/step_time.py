@@ -101,7 +101,7 @@ class Variant:
         parts = Parts.of(config, folder, placement, placement.local_replicas)
         self.schedule = parts.schedule
         self.state = step_lib.init_state(config, parts.task, parts.tx, placement)
-        self.cost = algorithm.cost(config, self.schedule, self.state, config.local_size)
+        self.cost = algorithm.cost(config, self.schedule, self.state, config.replicas_per_node)
         self.batch = placement.put(parts.batch)
         step, blocks = parts.step(config, placement), Blocks.of(config, self.schedule, parts.tx)
         self.steps, self.compile_s, self._given = [], [], []  # a program, its time, what it gets
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}, alone")
     parser.add_argument("--config", metavar="FILE", help="in place of the GPT")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--local_size", type=int, default=2, help="of alternating_exp_ring")
+    parser.add_argument("--replicas_per_node", type=int, default=2, help="of alternating_exp_ring")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences, over all replicas")
     parser.add_argument("--steps", type=int, default=6, help="steps a measurement")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each")
@@ -184,13 +184,13 @@ def config_of(name: str, parsed, overrides: list[str]):
         config.algorithm = "all_reduce"
     elif name == "alone":
         config.batch_size //= config.num_replicas
-        config.num_replicas = config.local_size = 1
+        config.num_replicas = config.replicas_per_node = 1
     elif name != "none":
         if name.partition("(")[0] not in NAMES:
             words = ", ".join(("none", "alone", "all_reduce", *NAMES))
             raise ConfigError(f"--algorithms takes {words}; got {name!r}")
         config.schedule = name
-        config.local_size = parsed.local_size
+        config.replicas_per_node = parsed.replicas_per_node
     config_lib.validate(config)
     return config
 
@@ -261,7 +261,7 @@ def report(variants: dict[str, Variant], n: int, parsed) -> None:
         row |= {"tokens_per_s": variant.units / median, "model_bytes": variant.model_bytes}
         row["bytes_sent"] = 0.0 if name in ("none", "alone") else variant.cost.sent_a_step
         if communicates(name):
-            row["local_size"] = parsed.local_size
+            row["replicas_per_node"] = parsed.replicas_per_node
         if base:
             row |= {"exposed_s": median - base, "of_none": median / base}
             if parsed.mbit:

@@ -10,8 +10,8 @@ even       every step takes 50 ms on every replica.
 slow       one replica in four takes twice as long, always.
 now, then  50 ms on average, 20 ms of them drawn from an exponential distribution, each step anew.
 
-The number is the time of a step, relative to 50 ms. "with" sends parameters as they were before
-the step, so that a neighbour waits only until the other has *begun* it; "then" sends the result of
+The number is the time of a step, relative to 50 ms. "awc" sends parameters as they were before
+the step, so that a neighbour waits only until the other has *begun* it; "atc" sends the result of
 the step. In brackets, the prediction of the planner's simulator for the same compute times on a
 network that takes no time. All-reduce waits for all replicas in every step.
 """
@@ -108,7 +108,7 @@ def replica(parsed) -> None:
         cluster_detection_method="deactivate",
     )
     # All-reduce has no choice of an order: gradients exist only after the pass.
-    orders = {name: ("",) if name == "all_reduce" else ("with", "then") for name in ALGORITHMS}
+    orders = {name: ("",) if name == "all_reduce" else ("awc", "atc") for name in ALGORITHMS}
     plans = [(name, combine) for name in ALGORITHMS for combine in orders[name]]
     mixes = {name: programs(name, parsed.processes) for name in ALGORITHMS}
     bar = tqdm(total=len(plans) * len(CASES), disable=parsed.process > 0, file=sys.stderr)
@@ -147,12 +147,12 @@ def programs(name: str, n: int) -> list:
 
 
 def run(mixes: list, sleeps: np.ndarray, combine: str) -> None:
-    """The steps of this replica; in the order "with" messages travel while it sleeps."""
+    """The steps of this replica; in the order "awc" messages travel while it sleeps."""
     with ThreadPoolExecutor(1) as thread:  # as `decent_jax.cpu.overlap` does it
         for t, seconds in enumerate(sleeps):
             mix, x = mixes[t % len(mixes)]
             slept = thread.submit(time.sleep, seconds)
-            if combine != "with":
+            if combine != "awc":
                 slept.result()
             jax.block_until_ready(mix(x))
             slept.result()

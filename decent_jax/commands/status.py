@@ -64,9 +64,10 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     if state.config:
         over = "" if get("algorithm") == "all_reduce" else f" over {get('schedule')}"
         kind = f"{over}, {get('num_replicas')} replicas"
-        if get("peers.use"):
+        if get("trainer") == "peers":
             kind = f", {len(state.peers)} peers" if state.peers else ", one of the peers"
-        kind += f" of {get('pipeline.stages')} stages" if get("pipeline.stages") else ""
+        if get("trainer") == "pipelines":
+            kind += f" of {get('pipeline.stages')} stages"
         yield "run", f"{get('task')}, {get('algorithm')}{kind}"
     who = f" ({state.owner})" if state.owner else ""
     yield (

@@ -209,7 +209,7 @@ class Lattice(Codec):
         return quotients, (quotients << self.bits) + colours
 
 
-# What ``config.comm_dtype`` may be; float32 is sent as it is.
+# What ``config.codec`` may be; float32 is sent as it is.
 NAMED: Mapping[str, Codec | None] = {
     "float32": None,
     "bfloat16": BFloat16(),

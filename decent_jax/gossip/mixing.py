@@ -397,7 +397,7 @@ def check_coded(schedule: Schedule) -> None:
     if schedule.sends_sums:
         raise ValueError(
             f"{schedule.name} sends sums of groups from group to group, which travel as they are; "
-            "use comm_dtype='float32', or a schedule such as one_peer_exp or complete"
+            "use codec='float32', or a schedule such as one_peer_exp or complete"
         )
 
 

@@ -217,13 +217,13 @@ def check_rules(config: ConfigDict, *rules: tuple[object, str, str]) -> None:
             raise ConfigError.about(name, flat(config)[name], wanted)
 
 
-def check_allowed(config: ConfigDict, use: str, allowed: Mapping[str, Sequence[Any]]) -> None:
-    """Check that fields have values, {field: values}, with which a run can have the field ``use``.
+def check_allowed(config: ConfigDict, allowed: Mapping[str, Sequence[Any]]) -> None:
+    """Check that fields have values, {field: values}, which the config's ``trainer`` can train.
 
     Raises:
       ConfigError: naming the first other value.
     """
     values = flat(config)
     for name, wanted in allowed.items():
-        words = f"must be {' or '.join(map(repr, wanted))} where {use} is set"
+        words = f"must be {' or '.join(map(repr, wanted))} with trainer={config.trainer}"
         check_rules(config, (values[name] in wanted, name, words))

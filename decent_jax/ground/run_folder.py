@@ -27,8 +27,8 @@ SCORES = {
 }
 
 # Config fields that name an experiment, the most informative first, by the last part of the name.
-NAMING = ("preset", "algorithm", "schedule", "combine", "mix_every", "window", "num_replicas")
-NAMING += ("batch_size", "learning_rate", "seed")
+NAMING = ("preset", "algorithm", "schedule", "combine", "mix_every", "accum_steps")
+NAMING += ("num_replicas", "batch_size", "learning_rate", "seed")
 SHOWN_SETTINGS = 4
 # Sections and fields that say where and how often something is looked at, not what is trained.
 IGNORED = ("workdir", "log", "eval", "checkpoint", "profile", "prompt")

@@ -125,7 +125,7 @@ def accum_adamw(
 
     With ``u`` of `scale_by_accum_adam`, ``x <- (1 - eta lambda) x - eta u``: the
     decay is multiplied by the learning rate, as in `optax.adamw`. Inside `decentralized` with
-    ``combine="with"``, x on the right is the mixed parameter, as in Decent-DP.
+    ``combine="awc"``, x on the right is the mixed parameter, as in Decent-DP.
 
     Args:
       learning_rate: a float or an optax schedule of the step (not of the window).

@@ -27,7 +27,7 @@ from decent_jax.topology import Schedule
 def decentralized(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    combine: str = "with",
+    combine: str = "awc",
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
     *,
@@ -45,9 +45,9 @@ def decentralized(
         \qquad\qquad
         \text{then:}\quad x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(x_j)\big)
 
-    ``"with"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
+    ``"awc"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
     messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
-    (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
+    (weight decay applies to them). ``"atc"`` (adapt-then-combine) sends the result of the update,
     so no computation can hide it.
 
     `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step but
@@ -63,7 +63,7 @@ def decentralized(
     Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, which cannot
     bring back a replica whose parameters are not finite).
 
-    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "then" is also called
+    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "atc" is also called
     adapt-then-combine or DSGD), with momentum inside DmSGD with local momentum, with
     `optax.adamw` or `accum_adamw` decentralized and Accumulated Adam; over ``complete`` every H
     steps local SGD, and over ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
@@ -71,7 +71,7 @@ def decentralized(
     Args:
       inner: any optax transformation; clipping belongs in here.
       schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
-      combine: ``"with"`` or ``"then"``.
+      combine: ``"awc"`` or ``"atc"``.
       axis_name: see `decent_jax.gossip.mix`.
       codec: format of the messages, see `decent_jax.gossip.codecs`.
       gamma: consensus factor ``gamma``, a number or an optax schedule of the step:
@@ -80,7 +80,7 @@ def decentralized(
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
-      ``"with"`` it is an `EarlyMixing`.
+      ``"awc"`` it is an `EarlyMixing`.
 
     Raises:
       ValueError: an unknown ``combine``; a negative gamma; a schedule on which not every replica's
@@ -135,7 +135,7 @@ def decentralized(
         update, inner, ok = local(params)
         return mix(trees.add(params, update), round, local.count), own, inner, ok
 
-    if combine == "then":
+    if combine == "atc":
         return method(inner, adapt_then_combine, axis_name=axis_name)
     early = EarlyMixing(*method(inner, adapt_with_combine, axis_name=axis_name))
     early.mix = lambda params, state, round: mix(params, round, state.count)
@@ -145,7 +145,7 @@ def decentralized(
 def gossiped_momentum(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    combine: str = "then",
+    combine: str = "atc",
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -162,13 +162,13 @@ def gossiped_momentum(
 
     In any other ``inner`` the first moment (``trace`` of `optax.trace`, ``mu`` of Adam) takes the
     place of m; second moments stay local. Two messages of the model's size per step, no memory;
-    those of ``"with"`` travel during the forward and backward pass, it is an `EarlyMixing`.
+    those of ``"awc"`` travel during the forward and backward pass, it is an `EarlyMixing`.
     Valid on every doubly stochastic schedule. The disagreement of m decides how far a fixed point
     is from the optimum (less far than with local momentum).
 
     It also averages the noise of gradients, of variance sigma^2, before Adam divides by the root of
     a second moment. Over ``one_peer_exp``, eight replicas and b1 = 0.9, m has a variance of 0.011
-    sigma^2 ("then") or 0.019 ("with"), 0.053 where it is local, and 0.007 with `all_reduce`. Adam
+    sigma^2 ("atc") or 0.019 ("awc"), 0.053 where it is local, and 0.007 with `all_reduce`. Adam
     then wants a second moment that remembers a thousand steps (b2 = 0.999), docs/results.md.
 
     References:
@@ -214,7 +214,7 @@ def gossiped_momentum(
         x, mixed = mix_both(trees.add(params, update), inner, round, local.count)
         return x, own, put_back(inner, mixed), ok
 
-    step = adapt_with_combine if combine == "with" else adapt_then_combine
+    step = adapt_with_combine if combine == "awc" else adapt_then_combine
     tx = method(inner, step, axis_name=axis_name)
 
     def init(params):
@@ -226,7 +226,7 @@ def gossiped_momentum(
             )
         return state
 
-    if combine == "then":
+    if combine == "atc":
         return optax.GradientTransformationExtraArgs(init, tx.update)
     early = EarlyMixing(init, tx.update)
     early.mix = lambda params, state, round: mix_both(params, state.inner, round, state.count)
@@ -293,4 +293,4 @@ register(Method("all_reduce", all_reduce, ADAM_FIRST, BOTH))
 register(Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""))
 register(Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""))
 register(Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""))
-register(Method("gossiped_momentum", gossiped_momentum, orders=("then", "with"), messages=2))
+register(Method("gossiped_momentum", gossiped_momentum, orders=("atc", "awc"), messages=2))

@@ -30,7 +30,7 @@ from decent_jax.gossip.codecs import Codec, bytes_sent
 from decent_jax.ground.extras import same_name
 from decent_jax.topology import Schedule, make
 
-BOTH = ("with", "then")
+BOTH = ("awc", "atc")
 ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
 
 Meet = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -48,7 +48,7 @@ class Parts:
     mix_every: steps between two rounds in the caller's loop.
     gradient: applied to gradients first, in the methods with a momentum of their own.
     optimizer: numbers of the local optimizer, for these methods: momentum, b1, b2, eps.
-    identical_start: whether all replicas begin with the same parameters.
+    same_init: whether all replicas begin with the same parameters.
     seed: of formats that a method makes by itself; ``codec`` has its own.
     numbers: the method's own, see `Method.numbers`.
     """
@@ -62,7 +62,7 @@ class Parts:
     codec: Codec | None = None
     gradient: optax.GradientTransformation | None = None
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    identical_start: bool = True
+    same_init: bool = True
     seed: int = 0
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Method:
     name: str
     make: Callable[..., optax.GradientTransformationExtraArgs]
     optimizers: tuple[str, ...] = ("sgd", "adam", "accum_adam", "muon")
-    orders: tuple[str, ...] = ("then",)
+    orders: tuple[str, ...] = ("atc",)
     messages: int = 1
     copies: int = 0
     section: str | None = None
@@ -157,7 +157,7 @@ class Method:
                 f"{parts.combine!r}; leave combine empty"
             )
         if parts.codec is not None and "codec" not in self.takes:
-            raise ValueError(f"{self.name} sends float32 or a format of its own: leave comm_dtype")
+            raise ValueError(f"{self.name} sends float32 or a format of its own: leave codec")
         given = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
         of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()
         return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
@@ -169,16 +169,21 @@ class Method:
         """
         return self.messages * self.sent(params, parts, {**self.numbers, **parts.numbers})
 
-    def bytes_sent(self, params: Any, parts: Parts, local_size: int = 1) -> float:
+    def bytes_sent(self, params: Any, parts: Parts, replicas_per_node: int = 1) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule.
 
-        With ``local_size`` above 1 those that a node of so many replicas sends to other nodes. A
-        method that takes no schedule averages all replicas in every step.
+        With ``replicas_per_node`` above 1, those that a node sends to other nodes. A method that
+        takes no schedule averages all replicas in every step.
         """
         schedule, every = parts.schedule, parts.mix_every
         if "schedule" not in self.takes:
             schedule, every = make("complete", schedule.num_replicas), 1
-        return schedule.bytes_sent(self.message_bytes(params, parts), local_size=local_size) / every
+        return (
+            schedule.bytes_sent(
+                self.message_bytes(params, parts), replicas_per_node=replicas_per_node
+            )
+            / every
+        )
 
 
 _METHODS: dict[str, Method] = {}

@@ -32,7 +32,7 @@ def push_sum(
         w_i \leftarrow \sum_j P_{ij} w_j, \qquad z_i = x_i / w_i
 
     ``params`` are z; the state holds w only. One message and one scalar per step, no memory. On a
-    doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="then"``. The
+    doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="atc"``. The
     weighted mean ``1/n sum_i w_i z_i`` moves as SGD's does; it is the consensus model
     (`consensus_weights`).
 

@@ -30,8 +30,8 @@ def below_one(name: str, value: Any) -> None:
 
 def combine(order: str) -> None:
     """An order that exists."""
-    if order not in ("with", "then"):
-        raise ValueError(f"combine must be 'with' or 'then', got {order!r}")
+    if order not in ("awc", "atc"):
+        raise ValueError(f"combine must be 'awc' or 'atc', got {order!r}")
 
 
 # They keep the first parameters only to measure how far they have come.

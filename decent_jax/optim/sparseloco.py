@@ -18,7 +18,7 @@ def sparseloco(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    identical_start: bool = True,
+    same_init: bool = True,
     mix_every: int = 1,
     *,
     density: Annotated[float, "part of every chunk that is sent, in (0, 1]"] = 1 / 64,
@@ -60,7 +60,7 @@ def sparseloco(
       inner, axis_name: as in `diloco`.
       schedule: ``complete``. On another graph ``theta`` would drift apart, since replicas
         exchange movements only; `choco` corrects this with the same compressor.
-      identical_start: must be True, for the same reason.
+      same_init: must be True, for the same reason.
       density: the share of every chunk that is sent, in (0, 1].
       chunk: numbers per chunk.
       bits: 2 or 32 per number sent.
@@ -75,10 +75,10 @@ def sparseloco(
       <https://arxiv.org/abs/2603.08163>`_, 2026, for the clipping.
     """
     require.averages("sparseloco", schedule)
-    if not identical_start:
+    if not same_init:
         raise ValueError(
             "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
-            "identical_start=True, or noloco"
+            "same_init=True, or noloco"
         )
     require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
     outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)

@@ -26,7 +26,7 @@ class SwarmState(NamedTuple):
 def swarm(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    combine: str = "with",
+    combine: str = "awc",
     axis_name: AxisName = "replica",
     distance: float = FIRST_DISTANCE,
     *,
@@ -49,17 +49,17 @@ def swarm(
     probability 1/H per step; any numbers with ``active`` (a replica with ``active=False`` makes no
     update in that step).
 
-    A replica whose parameters are not finite takes its partner's copy. With a lattice and "then" it
+    A replica whose parameters are not finite takes its partner's copy. With a lattice and "atc" it
     cannot decode one, and stays as it is; the others ignore it.
 
     One message per meeting (8 or 16 bits per parameter with a lattice); one copy of the parameters
-    (S) with ``combine="with"``.
+    (S) with ``combine="awc"``.
 
     Args:
       inner: the local optimizer; its state stays local.
       schedule: of pairs in every round, such as ``random_matching`` (of an r-regular graph with
         ``degree=r``), ``hypercube``, ``ring``.
-      combine: ``"with"`` averages what was published, ``"then"`` the parameters of this step.
+      combine: ``"awc"`` averages what was published, ``"atc"`` the parameters of this step.
       axis_name: as in `decentralized`.
       distance: what the lattice reaches at the first meeting, see `decent_jax.gossip.codecs`.
       bits: 8, 16 or 32 per parameter; 32 sends parameters as they are.
@@ -76,7 +76,7 @@ def swarm(
     if bits not in (8, 16, 32):
         raise ValueError(f"swarm.bits must be 8, 16 or 32 (not quantised), got {bits}")
     require.matchings("swarm", schedule)
-    quantises, blocking = bits < 32, combine == "then"
+    quantises, blocking = bits < 32, combine == "atc"
 
     def step(params, own, round, local):
         update, inner, ok = local(params)

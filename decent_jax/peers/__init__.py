@@ -14,9 +14,6 @@ from decent_jax.ground.fields import Changeable, Field
 
 FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
 FIELDS = {
-    "peers.use": Field(
-        False, "True: peers that meet in random pairs (Ray) instead of one synchronous program"
-    ),
     "peers.address": Changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine'),
     "peers.count": Changeable(
         0,
@@ -24,7 +21,7 @@ FIELDS = {
         at_least=0,
         at_most=2**16,
     ),
-    "peers.wire": Field("float32", "format of copies", choices=FORMATS),
+    "peers.codec": Field("float32", "format of copies", choices=FORMATS),
     "peers.max_lag": Changeable(
         100,
         "steps of common progress after which a peer that returns joins as a new one",

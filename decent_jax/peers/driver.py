@@ -88,7 +88,7 @@ class Whole:
     def message_bytes(self) -> int:
         """Of a copy, as peers send it."""
         copy = averaged(self._experiment.task.mixes_state, self.template)
-        return message_bytes(self._config.peers.wire, copy)
+        return message_bytes(self._config.peers.codec, copy)
 
     def sent_per_step(self) -> float:
         """Bytes that a peer sends per step: it asks, and is asked, once per ``mix_every``."""
@@ -158,9 +158,9 @@ class Whole:
         return self.template._replace(params=params, model_state=model_state)
 
 
-def message_bytes(wire: str, copy: Any) -> int:
+def message_bytes(codec: str, copy: Any) -> int:
     """Bytes of a copy (1, ...) in a format."""
-    return Format(wire).bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
+    return Format(codec).bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
 
 
 def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:
@@ -361,5 +361,5 @@ class Driver:
 def _describe(config: ConfigDict, whole: Whole) -> str:
     return (
         f"{config.algorithm} over peers: each asks a random other one after {config.mix_every} "
-        f"steps to average copies of {whole.message_bytes() / 1e6:.3g} MB ({config.peers.wire})"
+        f"steps to average copies of {whole.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"
     )

@@ -38,7 +38,7 @@ class Peer:
         self._place, self._secret, self._host = place, secret, host
         peers = place.config["peers"]
         self._roster = RosterLink(roster, secret, peers["silent_s"])
-        form = Format(peers["wire"], place.config["seed"])
+        form = Format(peers["codec"], place.config["seed"])
         self._meetings = Meetings(place.name, form, peers["meet_s"])
         self._asker = Asker(self._meetings, secret, peers)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()

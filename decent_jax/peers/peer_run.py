@@ -61,19 +61,18 @@ def check(config: ConfigDict) -> None:
     config_lib.check_fields(config)
     allowed = {
         "algorithm": [name for name, method in METHODS.items() if method.meeting],
-        "combine": ["", "with"],
-        "comm_dtype": ["float32"],
+        "combine": ["", "awc"],
+        "codec": ["float32"],
         "swarm.bits": [32],
         "noloco.fragments": [1],
         "noloco.delay": [0],
         "data.partition": ["iid"],
         "cluster.coordinator": [""],
         "cluster.plan": [""],
-        "pipeline.stages": [0],
-        "gamma_power": [0],
+        "gamma_lr_exponent": [0],
         "max_consensus_distance": [0],
     }
-    fields.check_allowed(config, "peers.use", allowed)
+    fields.check_allowed(config, allowed)
     _check_seconds(config.peers)
     pairs = ConfigDict(config.to_dict())
     pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
@@ -131,11 +130,11 @@ def open_run(
         averaged = task.mixes_state and all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
         if leaves and not averaged and not getattr(task, "recompute_batches", 0):
             raise ConfigError(
-                f"peers.use: task {config.task} has a model state that cannot be averaged between "
-                "peers; set peers.use to False"
+                f"trainer: task {config.task} has a model state that cannot be averaged between "
+                "peers; set trainer to synchronous"
             )
         own = ConfigDict(alone.to_dict())
-        own.update(combine="then", mix_every=1)
+        own.update(combine="atc", mix_every=1)
         tx = algorithm.transformation(
             own,
             experiment.schedule,

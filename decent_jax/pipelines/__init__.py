@@ -15,7 +15,7 @@ from decent_jax.ground.fields import Changeable, Field
 
 FIELDS = {
     "pipeline.stages": Changeable(
-        0, "stages that each replica is cut into, a Ray actor each; 0: none", at_least=0
+        2, "stages that each replica is cut into, a Ray actor each", at_least=1
     ),
     "pipeline.micro_batches": Field(
         1, "parts of a replica's batch that are on their way through the stages", at_least=1
@@ -26,7 +26,7 @@ FIELDS = {
     "pipeline.order": Changeable(
         "1f1b", "order of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
     ),
-    "pipeline.wire": Field(
+    "pipeline.codec": Field(
         "bfloat16", "format of activations and their gradients", choices=tuple(codecs.NAMED)
     ),
     "pipeline.address": Changeable(

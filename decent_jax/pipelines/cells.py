@@ -12,7 +12,8 @@ from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFaile
 from decent_jax.pipelines.cell import Cell, CellActor
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import checkpoint as folders
-from decent_jax.train.checkpoint import BEST, FOLDER, STAGE, STATE
+from decent_jax.train.checkpoint import BEST, FOLDER
+from decent_jax.train.checkpoint_arrays import STAGE
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor
@@ -205,21 +206,12 @@ class CellCheckpoints:
       workdir: of the run.
       cells: they write.
       keep: checkpoints.
-
-    Raises:
-      ConfigError: the checkpoints in ``workdir`` are of a run without stages.
     """
 
     def __init__(self, workdir: Path, cells: Cells, keep: int):
         self.workdir, self._cells, self._keep = workdir, cells, keep
         self._writing: tuple[list[Any], Path, dict[str, Any], int] | None = None
         self._saved = -1
-        if any((workdir / FOLDER).glob(f"*/{STATE}")):
-            raise ConfigError(
-                f"{workdir} holds a run without stages; take another --workdir, or set "
-                "pipeline.stages to 0",
-                field="pipeline.stages",
-            )
         folders.clear(workdir)
 
     def steps(self) -> list[int]:

@@ -123,11 +123,10 @@ def check(config: ConfigDict) -> None:
         "data.partition": ["iid"],
         "max_consensus_distance": [0],
         "cluster.coordinator": [""],
-        "peers.use": [False],
     }
-    fields.check_allowed(config, "pipeline.stages", allowed)
+    fields.check_allowed(config, allowed)
     if config.model.preset not in gpt2.PRESETS:
-        wanted = f"must be a GPT-2 where pipeline.stages is set: {', '.join(gpt2.PRESETS)}"
+        wanted = f"must be a GPT-2 with trainer=pipelines: {', '.join(gpt2.PRESETS)}"
         raise ConfigError.about("model.preset", config.model.preset, wanted)
     config_lib.check(config)
     config_lib.check_cuts(config, "pipeline.micro_batches")
@@ -136,7 +135,7 @@ def check(config: ConfigDict) -> None:
 def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:
     """Bytes of the activations that one stage sends to the next in a step, one way."""
     rows = config.batch_size // config.num_replicas * model.context
-    return codecs.bytes_sent(codecs.NAMED[config.pipeline.wire], (rows, model.width))
+    return codecs.bytes_sent(codecs.NAMED[config.pipeline.codec], (rows, model.width))
 
 
 def place(num_replicas: int) -> Placement:

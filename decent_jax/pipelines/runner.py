@@ -204,7 +204,7 @@ class Pipelines:
                 "layers": self._counts,
                 "order": pipeline.order,
                 "micro_batches": pipeline.micro_batches,
-                "wire": pipeline.wire,
+                "codec": pipeline.codec,
                 "bytes_between_stages_per_step": self._crossing,
             },
         )
@@ -215,7 +215,7 @@ class Pipelines:
             f"{algorithm.describe(self._config, self.experiment.schedule, self._cost)}, in "
             f"{len(self._counts)} stages of {layers} layers; {pipeline.micro_batches} "
             f"micro-batches per step ({pipeline.order}) bring {format_bytes(self._crossing)} from "
-            f"stage to stage and as much back ({pipeline.wire})"
+            f"stage to stage and as much back ({pipeline.codec})"
         )
 
 

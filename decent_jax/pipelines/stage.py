@@ -65,7 +65,7 @@ class Stage:
         self.config, self.schedule, self.placement = config, schedule, placement
         self.part, self._tx, self._model = part, tx, part.task.config
         self._together = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._codec = codecs.NAMED[config.pipeline.wire]
+        self._codec = codecs.NAMED[config.pipeline.codec]
         self._cuts = config.pipeline.micro_batches
         self._key = jax.random.key(config.seed + 1)
         ids = np.array(placement.local_replicas, np.int32)
@@ -164,7 +164,7 @@ class Stage:
     def restore(self, checkpoint: Path, meta: dict[str, Any]) -> None:
         """Take its arrays from a checkpoint of any number of stages and replicas."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
-        given = checkpoint, meta, like, self.placement, self.config.optimizer.window
+        given = checkpoint, meta, like, self.placement, self.config.optimizer.accum_steps
         self.state = self._run(arrays.restore, *given)
 
     def _consensus_model(self) -> Any:

@@ -118,7 +118,7 @@ def load(path: str | Path) -> Plan:
         n = len(fields["devices"]) // stages
         return Plan(
             tuple(str(name) for name in fields["devices"]),
-            topology.make(schedule["name"], n, local_size=schedule["local_size"]),
+            topology.make(schedule["name"], n, replicas_per_node=schedule["replicas_per_node"]),
             fields["mix_every"],
             fields["expected"],
             stages,
@@ -139,12 +139,12 @@ def _named(schedule: topology.Schedule) -> dict:
     n = schedule.num_replicas
     for size in (size for size in range(1, n + 1) if n % size == 0):
         with contextlib.suppress(ValueError):  # no such name, or not for groups of this size
-            made = topology.make(schedule.name, n, local_size=size)
+            made = topology.make(schedule.name, n, replicas_per_node=size)
             if made.period == schedule.period and all(
                 one.group_size == other.group_size and np.array_equal(one.matrix, other.matrix)
                 for one, other in zip(made.rounds, schedule.rounds, strict=True)
             ):
-                return {"name": schedule.name, "local_size": size}
+                return {"name": schedule.name, "replicas_per_node": size}
     raise ValueError(
         f"a plan names its schedule, and topology.make({schedule.name!r}, {n}) does not give this "
         "one; register it under a name of its own (decent_jax.topology.register)"

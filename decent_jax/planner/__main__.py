@@ -131,7 +131,7 @@ def _recommend(given: Options) -> None:
     decent-jax planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
         --parameters 124e6 --compute_s 0.2 --sigma 0.1
     decent-jax planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
-        --wires float32,bfloat16,int8 --mix_every 1,8
+        --codecs float32,bfloat16,int8 --mix_every 1,8
         64 machines around the world, compressed and rare messages allowed
     decent-jax planner recommend --network network.json \\
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
@@ -143,7 +143,7 @@ def _recommend(given: Options) -> None:
     options.complete(given)
     options.choose_method(given)
     machines, workload = options.network_of(given), options.workload_of(given)
-    tried = {name: getattr(given, name) for name in ("schedules", "mix_every", "wires", "combine")}
+    tried = {name: getattr(given, name) for name in ("schedules", "mix_every", "codecs", "combine")}
     found = recommend.choices(machines, workload, **tried)
     if given.base:
         found = [choice for choice in found if options.accepted(given, choice)]
@@ -158,7 +158,7 @@ def _recommend(given: Options) -> None:
     if isinstance(gossip, AllReduce):
         why = "is not written: the recommended all_reduce follows no plan"
         raise ConfigError.about("--plan", given.plan, why)
-    num_bytes = workload.model_bytes * workload.share(gossip.wire)
+    num_bytes = workload.model_bytes * workload.share(gossip.codec)
     limits = {"compute_s": workload.compute_s, **options.search_of(given)}
     placed = gossip_placement.place_schedule(machines, gossip.schedule, num_bytes, **limits)
     expected = {
@@ -178,7 +178,7 @@ def _write_plan(
     plan.save(path)
     fields = {"cluster.plan": path, "num_replicas": schedule.num_replicas}
     if plan.stages > 1:
-        fields["pipeline.stages"] = plan.stages
+        fields |= {"trainer": "pipelines", "pipeline.stages": plan.stages}
     given = " ".join(f"--config.{name}={value}" for name, value in fields.items())
     print(f"\n{path}: train.py {given} follows it")
 
@@ -195,7 +195,8 @@ def _place(given: Options) -> None:
     decent-jax planner place --network dtfm_case5 --parameters 1.3e9 --stages 8 \\
         --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2 --plan plan.json
         DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
-        --config.pipeline.stages=8 --config.num_replicas=8 --config.cluster.plan=plan.json
+        --config.trainer=pipelines --config.pipeline.stages=8 --config.num_replicas=8
+        --config.cluster.plan=plan.json
     decent-jax planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \\
         --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \\
         --layers 24 --output_layers 2
@@ -208,8 +209,8 @@ def _place(given: Options) -> None:
 
 
 def _place_replicas(given: Options, machines: Network) -> None:
-    size = predict.local_size(machines)
-    schedule = topology.make(given.schedule, machines.num_devices, local_size=size)
+    size = predict.replicas_per_node(machines)
+    schedule = topology.make(given.schedule, machines.num_devices, replicas_per_node=size)
     wanted = machines, schedule, 4 * given.parameters
     listed = gossip_placement.evaluate(*wanted, compute_s=given.compute_s)
     placed = gossip_placement.place_schedule(

@@ -308,15 +308,15 @@ def round_phases(
     num_bytes: float,
     execution: Execution = "hierarchical",
     *,
-    wire: float = 1.0,
+    compression: float = 1.0,
 ) -> list[Phase]:
     """The collectives of one round, in the order in which they run.
 
     Args:
-      wire: part of ``num_bytes`` that a model takes as a message.
+      compression: part of ``num_bytes`` that a model takes as a message.
 
     A permutation is a permute of the whole model. A mean of groups is an all-reduce; of coded
-    messages (``wire`` below 1) permutes of chunks to their owners, and an all-gather
+    messages (``compression`` below 1) permutes of chunks to their owners, and an all-gather
     (`decent_jax.gossip.groups`). Groups with a partner (alternating_exp_ring), whose messages are
     sums and are never coded:
 
@@ -341,16 +341,16 @@ def round_phases(
         return [permute_phase(network, send.sources, size) for send in rnd.sends]
 
     if g == 1:
-        return permutes(wire * num_bytes)
+        return permutes(compression * num_bytes)
     members = np.arange(n).reshape(-1, g)
     groups = list(members)
-    if (rnd.sends and execution == "plain") or (not rnd.sends and wire == 1):
+    if (rnd.sends and execution == "plain") or (not rnd.sends and compression == 1):
         return all_reduce_phases(network, num_bytes, "auto", groups) + permutes(num_bytes)
-    lap = ring_phase(network, groups, wire * num_bytes, laps=1)
+    lap = ring_phase(network, groups, compression * num_bytes, laps=1)
     if rnd.sends:
         return [lap, *permutes(num_bytes / g), lap]
     senders = [np.roll(members, shift, axis=1).ravel() for shift in range(1, g)]
-    return [*(permute_phase(network, one, wire * num_bytes / g) for one in senders), lap]
+    return [*(permute_phase(network, one, compression * num_bytes / g) for one in senders), lap]
 
 
 def mean_groups(rnd: Round) -> list[np.ndarray]:
@@ -380,7 +380,7 @@ def round_s(
     """Seconds of round ``r`` of a schedule from a common start until all replicas have mixed.
 
     Args:
-      num_bytes: of one model as it is sent (parameters x bytes of the wire format).
+      num_bytes: of one model as it is sent (parameters x bytes of its codec).
     """
     return total_s(round_phases(network, schedule.rounds[r], num_bytes, execution))
 

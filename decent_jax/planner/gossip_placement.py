@@ -4,7 +4,7 @@ The worth of a schedule on a network is how little disagreement it leaves. Let e
 parameters drift all the time by independent noise of variance 1 per second, as training on
 different data does. A round sends the parameters that the replicas have at its beginning. At its
 end, after the time that the network needs, the mixture replaces them, and the drift since the
-beginning is added (``combine="with"``). The mean squared distance from the mean then settles. Its
+beginning is added (``combine="awc"``). The mean squared distance from the mean then settles. Its
 average over time, relative to the effect of one second of drift, is the schedule's
 **disagreement**, in seconds: the age of the drift that is still there.
 
@@ -94,7 +94,7 @@ def evaluate(
     """A schedule with replica i on device ``order[i]`` (default: device i).
 
     Args:
-      num_bytes: of one model on the wire.
+      num_bytes: of one model as a message.
       compute_s: the step that hides communication; no round is shorter.
     """
     devices = np.arange(network.num_devices) if order is None else np.asarray(order, np.int64)

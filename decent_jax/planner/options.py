@@ -22,7 +22,7 @@ from decent_jax.planner import network
 from decent_jax.planner.network import Network
 from decent_jax.planner.pipeline_time import AVERAGING
 from decent_jax.planner.recommend import Choice, config_fields
-from decent_jax.planner.runtime import CONSTANT, WIRES, AllReduce, LogNormal, Workload, fit
+from decent_jax.planner.runtime import CODECS, CONSTANT, AllReduce, LogNormal, Workload, fit
 from decent_jax.topology import NAMES
 
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
@@ -78,7 +78,7 @@ Flag = tuple[str, str, Callable[[str], Any], Any, str]
 NETWORK = (
     ("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
     ("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
-    ("devices_per_node", "L", COUNT, None, "of a preset (default: config.local_size)"),
+    ("devices_per_node", "L", COUNT, None, "of a preset (default: config.replicas_per_node)"),
 )
 WORKLOAD = (
     ("parameters", "P", PARAMETERS, None, "number of parameters of the model"),
@@ -114,7 +114,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         *WORKLOAD,
         ("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
         ("mix_every", "H,H", several(number(1, 1000, int)), "1", "steps per round to try"),
-        ("wires", "W,W", several(one_of(*WIRES)), "float32", f"of {', '.join(WIRES)}"),
+        ("codecs", "W,W", several(one_of(*CODECS)), "float32", f"of {', '.join(CODECS)}"),
         *SEARCH,
     ),
     "place": (
@@ -152,7 +152,7 @@ def add(parser: Any, flags: Iterable[Flag]) -> None:
 
 def complete(options: argparse.Namespace) -> None:
     """Take from ``--config`` what no flag says: the model and the replicas."""
-    options.base = options.num_replicas = options.local_size = None
+    options.base = options.num_replicas = options.replicas_per_node = None
     options.late_parameters, options.row_length = 0, ROW_LENGTH
     if options.config:
         from decent_jax import tasks
@@ -166,7 +166,10 @@ def complete(options: argparse.Namespace) -> None:
         if options.parameters is None:
             options.parameters, options.late_parameters, num_rows = count(config)
             options.row_length = options.parameters / num_rows
-        options.num_replicas, options.local_size = config.num_replicas, config.local_size
+        options.num_replicas, options.replicas_per_node = (
+            config.num_replicas,
+            config.replicas_per_node,
+        )
     if options.parameters is None:
         raise ConfigError("give the model: --parameters P, or --config FILE", field="--parameters")
 
@@ -176,14 +179,14 @@ def choose_method(options: argparse.Namespace) -> None:
 
     For a config of all_reduce the method that gossips with the same optimizer.
     """
-    options.algorithm, options.combine, options.optimizer = "accum_adam", "with", ""
+    options.algorithm, options.combine, options.optimizer = "accum_adam", "awc", ""
     if options.base is None:
         return
     from decent_jax.optim import METHODS
     from decent_jax.train import algorithm, config
 
     name = options.base.algorithm
-    if config.trainer_of(options.base).__name__ != config.SYNCHRONOUS:
+    if options.base.trainer != config.SYNCHRONOUS:
         why = "must be of replicas in one program; peers and pipelines follow no recommendation"
         raise ConfigError.about("--config", options.config, why)
     if name not in METHODS:
@@ -193,7 +196,7 @@ def choose_method(options: argparse.Namespace) -> None:
         gossips = {"adam": "decentralized_adam", "accum_adam": "accum_adam"}
         name = gossips.get(optimizer, "decentralized_sgd")
     options.algorithm = name
-    options.combine = "with" if "with" in METHODS[name].orders else "then"
+    options.combine = "awc" if "awc" in METHODS[name].orders else "atc"
 
 
 def fields_of(options: argparse.Namespace, choice: Choice) -> dict[str, Any]:
@@ -268,11 +271,14 @@ def measured(path: str) -> tuple[float, LogNormal]:
 def network_of(options: argparse.Namespace) -> Network:
     """The network; of a preset without ``--nodes`` as much as the config's replicas need."""
     name, nodes = options.network, options.nodes
-    n, local_size = getattr(options, "num_replicas", None), getattr(options, "local_size", None)
+    n, replicas_per_node = (
+        getattr(options, "num_replicas", None),
+        getattr(options, "replicas_per_node", None),
+    )
     if name in network.DTFM_CASES:
         whole = network.preset(name, nodes, options.devices_per_node)
     elif name in network.PRESETS:
-        size = options.devices_per_node or local_size or 1
+        size = options.devices_per_node or replicas_per_node or 1
         return network.preset(name, nodes or _nodes_for(n, size, name), size)
     elif Path(name).is_file():
         whole = network.load(name)

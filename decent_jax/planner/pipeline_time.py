@@ -181,7 +181,7 @@ class StepTime:
     ) -> float:
         """Seconds of a step in which backward takes twice as long as forward.
 
-        Gossip, ``combine="with"``, travels during the pipelines; in an all-reduce a stage begins to
+        Gossip, ``combine="awc"``, travels during the pipelines; in an all-reduce a stage begins to
         average when it has done its list in all pipelines.
 
         Args:

@@ -102,7 +102,7 @@ def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
     """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
 
     All-reduce has whichever of `BUCKET_BYTES` is fastest, so that gossip is compared with an
-    all-reduce that was tuned. The schedule's ``local_size`` is the devices that a node holds.
+    all-reduce that was tuned. The schedule's ``replicas_per_node`` is the devices of a node.
 
     Raises:
       ValueError: the schedule does not exist, or not for this network.
@@ -113,10 +113,12 @@ def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
             (AllReduce(collective, size) for size in BUCKET_BYTES),
             key=lambda algorithm: runtime.all_reduce_step_s(network, workload, algorithm),
         )
-    return Gossip(topology.make(name, network.num_devices, local_size=local_size(network)))
+    return Gossip(
+        topology.make(name, network.num_devices, replicas_per_node=replicas_per_node(network))
+    )
 
 
-def local_size(network: Network) -> int:
+def replicas_per_node(network: Network) -> int:
     """Devices per node, where nodes are alike and their devices consecutive; else 1."""
     sizes = np.bincount(network.node)
     if np.ptp(sizes) == 0 and (np.diff(network.node) >= 0).all():
@@ -139,13 +141,13 @@ def compare(
 
 def available(network: Network) -> list[str]:
     """The algorithms that exist for this network."""
-    n, size = network.num_devices, local_size(network)
+    n, size = network.num_devices, replicas_per_node(network)
     names = ["all_reduce"]
     if size > 1 and network.num_nodes > 1:
         names.append("all_reduce_hierarchical")
     for name in topology.NAMES:
         with contextlib.suppress(ValueError):
-            names.append(topology.make(name, n, local_size=size).name)
+            names.append(topology.make(name, n, replicas_per_node=size).name)
     return names
 
 

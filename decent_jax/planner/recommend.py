@@ -32,14 +32,14 @@ class Choice:
 
     sent_bytes: by the busiest replica per step, on average.
     averaging_steps: after which replicas are one averaging nearer to each other; 0: all-reduce.
-    local_size: replicas per node.
+    replicas_per_node: replicas per node.
     """
 
     algorithm: Algorithm
     prediction: predict.Prediction
     sent_bytes: float
     averaging_steps: float
-    local_size: int = 1
+    replicas_per_node: int = 1
 
 
 def steps_per_averaging(schedule: Schedule) -> float:
@@ -74,31 +74,31 @@ def choices(
     *,
     schedules: Sequence[str] | None = None,
     mix_every: Iterable[int] = (1,),
-    wires: Sequence[str] = ("float32",),
-    combine: Literal["with", "then"] = "with",
+    codecs: Sequence[str] = ("float32",),
+    combine: Literal["awc", "atc"] = "awc",
 ) -> list[Choice]:
     """All-reduce and every combination, the best first.
 
     Args:
       schedules: names for `topology.make`; left out, all that exist for this network.
-      mix_every, wires, combine: of `Gossip`; a wire that a schedule cannot have is left out.
+      mix_every, codecs, combine: of `Gossip`; a codec that a schedule cannot have is left out.
     """
     n, model_bytes = network.num_devices, workload.model_bytes
     all_reduce = predict.algorithm_of("all_reduce", network, workload)
     sent = topology.make("complete", n).bytes_sent(model_bytes)
     found = [Choice(all_reduce, predict.predict(network, workload, all_reduce), sent, 0.0)]
-    local_size = predict.local_size(network)
+    replicas_per_node = predict.replicas_per_node(network)
     for name in schedules or predict.available(network):
         if name in predict.ALL_REDUCES:
             continue
-        schedule = topology.make(name, n, local_size=local_size)
+        schedule = topology.make(name, n, replicas_per_node=replicas_per_node)
         once = steps_per_averaging(schedule)
-        for every, wire in itertools.product(mix_every, wires):
-            if codes(schedule, wire):
-                algorithm = Gossip(schedule, every, combine, wire)
+        for every, codec in itertools.product(mix_every, codecs):
+            if codes(schedule, codec):
+                algorithm = Gossip(schedule, every, combine, codec)
                 prediction = predict.predict(network, workload, algorithm, _label(algorithm))
-                sent = schedule.bytes_sent(model_bytes * workload.share(wire)) / every
-                found.append(Choice(algorithm, prediction, sent, every * once, local_size))
+                sent = schedule.bytes_sent(model_bytes * workload.share(codec)) / every
+                found.append(Choice(algorithm, prediction, sent, every * once, replicas_per_node))
     least_s = _EQUALLY_FAST * min(choice.prediction.step_s for choice in found)
     return sorted(found, key=functools.partial(_order, least_s))
 
@@ -120,8 +120,8 @@ def _label(algorithm: Gossip) -> str:
     parts = [algorithm.name]
     if algorithm.mix_every > 1:
         parts.append(f"every {algorithm.mix_every} steps")
-    if algorithm.wire != "float32":
-        parts.append(algorithm.wire)
+    if algorithm.codec != "float32":
+        parts.append(algorithm.codec)
     return ", ".join(parts)
 
 
@@ -186,13 +186,13 @@ def config_fields(
     fields: dict[str, Any] = {"num_replicas": choice.prediction.num_replicas}
     if isinstance(gossip, AllReduce):
         fields |= {"algorithm": "all_reduce", "combine": "", "mix_every": 1}
-        fields |= {"comm_dtype": "float32", "gamma": 1.0, "gamma_power": 0.0}
+        fields |= {"codec": "float32", "gamma": 1.0, "gamma_lr_exponent": 0.0}
         return fields | ({"optimizer.name": optimizer} if optimizer else {})
     return fields | {
         "algorithm": algorithm,
         "schedule": gossip.name,
         "combine": gossip.combine,
         "mix_every": gossip.mix_every,
-        "local_size": choice.local_size,
-        "comm_dtype": gossip.wire,
+        "replicas_per_node": choice.replicas_per_node,
+        "codec": gossip.codec,
     }

@@ -12,7 +12,7 @@ the factor by which compute varies, C the time to communicate the whole model:
 
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
 
-- gossip, ``combine="with"``: replicas send parameters after an update and need the mixture at their
+- gossip, ``combine="awc"``: replicas send parameters after an update and need the mixture at their
   next update. `decent_jax.planner.simulator` finds the step. Where compute is constant and all
   replicas communicate for the same time C in a round, it is the mean of max( F + B, C ) + U over
   rounds; waiting for a barrier in every step would take E max( X (F + B), max C ) + U.
@@ -37,7 +37,7 @@ from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-WIRES = ("float32", "bfloat16", "int8", "int4")  # formats of a message
+CODECS = ("float32", "bfloat16", "int8", "int4")  # formats of a message
 QUANTILES = 20_000
 
 # --- compute times that vary --------------------------------------------------------------------
@@ -145,9 +145,9 @@ class Workload:
         """Forward and backward."""
         return self.forward_s + self.backward_s
 
-    def share(self, wire: str) -> float:
-        """The bytes of a message in one of `WIRES`, as a part of those in float32."""
-        bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[wire]
+    def share(self, codec: str) -> float:
+        """The bytes of a message in one of `CODECS`, as a part of those in float32."""
+        bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[codec]
         return bits / 32 + (1 / self.row_length if bits <= 8 else 0)
 
     def factors(self, n: int) -> np.ndarray:
@@ -172,9 +172,9 @@ class AllReduce:
         return "all_reduce"
 
 
-def codes(schedule: Schedule, wire: str) -> bool:
-    """Whether replicas can send the messages of a schedule in one of `WIRES`."""
-    return wire == "float32" or not schedule.sends_sums
+def codes(schedule: Schedule, codec: str) -> bool:
+    """Whether replicas can send the messages of a schedule in one of `CODECS`."""
+    return codec == "float32" or not schedule.sends_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +182,8 @@ class Gossip:
     """Parameters mixed by a schedule.
 
     mix_every: H; every H-th step has a round.
-    combine: "with" hides it behind the step, "then" exposes it.
-    wire: one of `WIRES`, of all messages; float32 alone where the schedule sends sums.
+    combine: "awc" hides it behind the step, "atc" exposes it.
+    codec: one of `CODECS`, of all messages; float32 alone where the schedule sends sums.
     execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
         Decent-DP, which sends bucket b after its update and needs it at its own next update.
@@ -191,16 +191,16 @@ class Gossip:
 
     schedule: Schedule
     mix_every: int = 1
-    combine: Literal["with", "then"] = "with"
-    wire: str = "float32"
+    combine: Literal["awc", "atc"] = "awc"
+    codec: str = "float32"
     execution: costs.Execution = "hierarchical"
     bucket_bytes: float = math.inf
 
     def __post_init__(self) -> None:
-        if not codes(self.schedule, self.wire):
+        if not codes(self.schedule, self.codec):
             raise ValueError(
                 f"{self.schedule.name} sends sums of groups, which travel in float32 only, got "
-                f"wire {self.wire}; use a schedule such as one_peer_exp or complete"
+                f"codec {self.codec}; use a schedule such as one_peer_exp or complete"
             )
 
     @property
@@ -237,9 +237,9 @@ def phases_of(
     """The phases for ``num_bytes`` of float32, for each round (all-reduce has one "round")."""
     if isinstance(algorithm, AllReduce):
         return [costs.all_reduce_phases(network, num_bytes, algorithm.collective)]
-    wire = workload.share(algorithm.wire)
+    compression = workload.share(algorithm.codec)
     return [
-        costs.round_phases(network, rnd, num_bytes, algorithm.execution, wire=wire)
+        costs.round_phases(network, rnd, num_bytes, algorithm.execution, compression=compression)
         for rnd in algorithm.schedule.rounds
     ]
 

@@ -124,7 +124,7 @@ class _Simulation:
         self.network_free = np.zeros(network.num_devices)  # end of the last communication
         self.arrived = [self.now] * len(self.parts)  # when the mix of each bucket is there
         self.step_number = 0
-        if isinstance(algorithm, Gossip) and algorithm.combine == "with":
+        if isinstance(algorithm, Gossip) and algorithm.combine == "awc":
             for bucket in range(len(self.parts)):  # the initial parameters go out at once
                 self._send_parameters(0, bucket)
 
@@ -139,7 +139,7 @@ class _Simulation:
         if isinstance(self.algorithm, AllReduce):
             self._all_reduce_step(factor)
         else:
-            {"with": self._gossip_step, "then": self._then_step}[self.algorithm.combine](factor)
+            {"awc": self._gossip_step, "atc": self._then_step}[self.algorithm.combine](factor)
         return self.now
 
     def _all_reduce_step(self, factor: np.ndarray) -> None:

@@ -62,15 +62,16 @@ def hypercube(n: int) -> list[Round]:
     return [pairwise(np.arange(n) ^ 2**r) for r in range(n.bit_length() - 1)]
 
 
-def alternating_exp_ring(n: int, *, local_size: int) -> list[Round]:
+def alternating_exp_ring(n: int, *, replicas_per_node: int) -> list[Round]:
     """Pairs of nodes (j, j XOR 2^i), counted by c: even c average inside their nodes first and
     across the pair next, odd c the other way round, so half the nodes use the network at a time.
     """
-    nodes = n // local_size
-    if local_size < 2 or n % local_size or nodes < 2 or nodes & (nodes - 1):
+    nodes = n // replicas_per_node
+    if replicas_per_node < 2 or n % replicas_per_node or nodes < 2 or nodes & (nodes - 1):
         raise ValueError(
-            "needs local_size >= 2 and local_size x 2^k replicas (k >= 1), got local_size "
-            f"{local_size}; use one_peer_exp{'' if n & (n - 1) else ' or hypercube'}"
+            "needs replicas_per_node >= 2 and replicas_per_node x 2^k replicas (k >= 1), got "
+            f"replicas_per_node {replicas_per_node}; use one_peer_exp"
+            f"{'' if n & (n - 1) else ' or hypercube'}"
         )
     rounds = []
     for i in range(nodes.bit_length() - 1):
@@ -80,7 +81,7 @@ def alternating_exp_ring(n: int, *, local_size: int) -> list[Round]:
             for c, (low, high) in enumerate(pairs):
                 if c % 2 != parity:
                     partner[low], partner[high] = high, low
-            rounds.append(grouped(n, local_size, partner))
+            rounds.append(grouped(n, replicas_per_node, partner))
     return rounds
 
 

@@ -17,7 +17,9 @@ from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
 from decent_jax.topology.spec import Spec, bind, parse, unnamed
 
 
-def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any) -> Schedule:
+def make(
+    name: str, num_replicas: int, *, replicas_per_node: int = 1, **parameters: Any
+) -> Schedule:
     """The named schedule over ``num_replicas`` replicas.
 
     | name, with its parameters | a round | replicas |
@@ -27,7 +29,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any
     | ``bidirectional_ring`` | both neighbours and oneself, 1/3 each | any |
     | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
     | ``hypercube`` | i pairs with i XOR 2^r (Decent-DP's one-peer-exp) | 2^k |
-    | ``alternating_exp_ring`` | a node averages inside, or with node XOR 2^i | local_size x 2^k |
+    | ``alternating_exp_ring`` | a node averages inside, or with node XOR 2^i | 2^k nodes |
     | ``static_exp`` | i receives from every i - 2^k, equal weights (Ying et al. 2021) | any |
     | ``base_k(max_degree=1)`` | groups of up to max_degree + 1 (Takezawa et al. 2023) | any |
     | ``grid(rows=...)`` | the neighbours in a rectangle | any |
@@ -57,12 +59,12 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any
     - ``equi_dynamic`` is OD-EquiDyn with all shifts; its ``(1 - eta) I + eta A`` mixes best where
       both weights are 1/2, which they are here. Shifts are drawn without repetition, so the period
       is at most n - 1.
-    - ``hierarchical(inner, outer)``: nodes of ``local_size`` replicas. Round r has the Kronecker
-      product W = A (x) B of round r of ``outer`` over nodes, A, and round r of ``inner`` inside a
-      node, B: a node mixes, then its replica l with the replicas l of other nodes. The period is
-      the least common multiple of both, and ||W - J|| the larger of ||A - J|| and ||B - J||.
-      With ``complete`` inside it is a mean over the node and outer's messages; an inner schedule of
-      d messages makes (d + 1)(d_outer + 1) - 1 of them.
+    - ``hierarchical(inner, outer)``: nodes of ``replicas_per_node`` replicas. Round r has the
+      Kronecker product W = A (x) B of round r of ``outer`` over nodes, A, and round r of ``inner``
+      inside a node, B: a node mixes, then its replica l with the replicas l of other nodes. The
+      period is the least common multiple of both; ||W - J|| is the larger of ||A - J|| and
+      ||B - J||. With ``complete`` inside it is a mean over the node and outer's messages; an inner
+      schedule of d messages makes (d + 1)(d_outer + 1) - 1 of them.
 
     - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (a replica
       without a free neighbour idles), and with ``meet=p`` a pair meets with probability p: local
@@ -71,7 +73,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any
       compiled once.
     - ``random_out`` is column stochastic only: for `decent_jax.optim.push_sum`.
 
-    ``local_size`` (replicas per node; a node's replicas are consecutive) matters to
+    ``replicas_per_node`` (replicas per node; a node's replicas are consecutive) matters to
     ``alternating_exp_ring`` and ``hierarchical`` only. Numbers to choose by: `Schedule.summary` and
     ``docs/topologies.md``.
 
@@ -79,14 +81,14 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any
       ValueError: a name that cannot be read, an unknown schedule or parameter, a value out of
         range, or a number of replicas the schedule does not exist for.
 
-    >>> make("hierarchical(complete, one_peer_exp)", 8, local_size=4).matrix(0)[0]
+    >>> make("hierarchical(complete, one_peer_exp)", 8, replicas_per_node=4).matrix(0)[0]
     array([0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125])
     >>> make("random_regular(seed=1, degree=3)", 8).name
     'random_regular(degree=3, seed=1)'
     """
     if not isinstance(name, str):
         raise ValueError(f"the name of a schedule must be a text, got {shown(name)}")
-    for what, value in (("num_replicas", num_replicas), ("local_size", local_size)):
+    for what, value in (("num_replicas", num_replicas), ("replicas_per_node", replicas_per_node)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise ValueError(f"{what} of a schedule must be a whole number, got {shown(value)}")
     # Without parameters the likelier mistake is the name, whatever it is made of.
@@ -95,11 +97,11 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any
     machine.check_memory(4 * 8 * num_replicas**2, f"a schedule of {num_replicas} replicas")
     if num_replicas < 1:
         raise ValueError(f"a schedule needs at least one replica, got {num_replicas}")
-    if local_size < 1:
-        raise ValueError(f"local_size must be at least 1, got {local_size}")
+    if replicas_per_node < 1:
+        raise ValueError(f"replicas_per_node must be at least 1, got {replicas_per_node}")
     if num_replicas == 1:
         return Schedule(str(spec), 1, (round_of(np.ones((1, 1))),))
-    schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, local_size)))
+    schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, replicas_per_node)))
     for r, rnd in enumerate(schedule.rounds):
         check_matrix(rnd.matrix, num_replicas, r, spec.name in COLUMN_STOCHASTIC)
     check_connected(schedule.name, [rnd.matrix for rnd in schedule.rounds])
@@ -125,14 +127,14 @@ _COMPLETE, _ONE_PEER_EXP = Spec("complete"), Spec("one_peer_exp")
 
 
 def hierarchical(
-    n: int, *, local_size: int, inner: Spec = _COMPLETE, outer: Spec = _ONE_PEER_EXP
+    n: int, *, replicas_per_node: int, inner: Spec = _COMPLETE, outer: Spec = _ONE_PEER_EXP
 ) -> list[Round]:
-    if local_size < 2 or n % local_size:
+    if replicas_per_node < 2 or n % replicas_per_node:
         raise ValueError(
-            "needs nodes of local_size >= 2 replicas that divide their number, got local_size "
-            f"{local_size}; set local_size to the replicas of a node"
+            "needs nodes of replicas_per_node >= 2 replicas that divide their number, got "
+            f"replicas_per_node {replicas_per_node}; set it to the replicas of a node"
         )
-    inside, across = make(str(inner), local_size), make(str(outer), n // local_size)
+    inside, across = make(str(inner), replicas_per_node), make(str(outer), n // replicas_per_node)
     period = math.lcm(inside.period, across.period)
     _check_rounds("hierarchical", period, n)
     return [
@@ -186,7 +188,7 @@ def register(name: str, builder: Builder, *, column_stochastic: bool = False) ->
     Args:
       name: a word that no schedule has.
       builder: ``builder(n, *, parameter=default) -> rounds``; the keyword-only parameters, with
-        their types, are those of the name. One called ``local_size`` receives the config's.
+        their types, are those of the name. One called ``replicas_per_node`` receives the config's.
       column_stochastic: rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:
@@ -212,7 +214,7 @@ def _check_rounds(name: str, rounds: Any, n: int) -> None:
 
 
 def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
-    """The spec of `Schedule.name`, and ``build(n, local_size)``.
+    """The spec of `Schedule.name`, and ``build(n, replicas_per_node)``.
 
     Checks all that does not depend on n, in the schedules inside it too.
     """
@@ -223,17 +225,19 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
         )
     kinds = dict(inspect.signature(builder).parameters)
     kinds.pop("n")
-    needs_nodes = kinds.pop("local_size", None) is not None
+    needs_nodes = kinds.pop("replicas_per_node", None) is not None
     given = bind(spec, kinds, keywords)
     for key, value in given.items():
         if isinstance(value, Spec):
             given[key], _ = _bound(value, {})
 
-    def build(n: int, local_size: int) -> list[Round]:
+    def build(n: int, replicas_per_node: int) -> list[Round]:
         for key in ("rounds", "every"):
             _check_rounds(spec.name, given.get(key, 1), n)
         try:
-            rounds = builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
+            rounds = builder(
+                n, **({"replicas_per_node": replicas_per_node} if needs_nodes else {}), **given
+            )
         except ValueError as error:
             raise ValueError(f"{spec.name} of {n} replicas: {error}") from None
         if not isinstance(rounds, list | tuple) or not all(isinstance(r, Round) for r in rounds):

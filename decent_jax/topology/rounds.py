@@ -86,18 +86,18 @@ class Round:
         own, *given = (weight[::g] for weight in weights)
         return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, given, strict=True)])
 
-    def models_sent_by_nodes(self, local_size: int = 1) -> float:
+    def models_sent_by_nodes(self, replicas_per_node: int = 1) -> float:
         """Parameters the busiest node sends to other nodes, in units of one model.
 
-        Replicas ``[0, local_size), [local_size, 2 local_size), ...`` share a node. A group of g
-        counts as a reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1)
-        / g for each of them, and a message between groups (`between_groups`) as 1 / g.
+        Node i holds the replicas from ``i * replicas_per_node`` on. A group of g counts as a
+        reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1) / g for
+        each of them, and a message between groups (`between_groups`) as 1 / g.
         """
-        if local_size < 1:
-            raise ValueError(f"local_size must be at least 1, got {local_size}")
+        if replicas_per_node < 1:
+            raise ValueError(f"replicas_per_node must be at least 1, got {replicas_per_node}")
         n, g = len(self.self_weights), self.group_size
         replicas = np.arange(n)
-        node = replicas // local_size
+        node = replicas // replicas_per_node
         sent = np.zeros(node[-1] + 1)
 
         def count(sources, models):

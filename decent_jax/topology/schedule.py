@@ -68,12 +68,12 @@ class Schedule:
         where = {}
         return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
-    def bytes_sent(self, model_bytes: float, *, local_size: int = 1) -> float:
-        """Bytes the busiest node of ``local_size`` replicas sends to others per round, on average.
+    def bytes_sent(self, model_bytes: float, *, replicas_per_node: int = 1) -> float:
+        """Bytes that the busiest node sends to other nodes per round, on average.
 
         With the default, bytes the busiest replica sends.
         """
-        models = [rnd.models_sent_by_nodes(local_size) for rnd in self.rounds]
+        models = [rnd.models_sent_by_nodes(replicas_per_node) for rnd in self.rounds]
         return model_bytes * sum(models) / len(models)
 
     def period_matrix(self) -> np.ndarray:

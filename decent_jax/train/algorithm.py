@@ -65,9 +65,9 @@ def parts(
             f"optimizer.decoupled=False, or optimizer.weight_decay=0{instead}"
         )
     numbers = numbers_of(config, method)
-    if config.gamma_power and callable(rate):
+    if config.gamma_lr_exponent and callable(rate):
         numbers["gamma"] = lambda step: (
-            config.gamma * (rate(step) / config.learning_rate) ** config.gamma_power
+            config.gamma * (rate(step) / config.learning_rate) ** config.gamma_lr_exponent
         )
     return Parts(
         schedule,
@@ -76,10 +76,10 @@ def parts(
         axis_name,
         config.combine,
         config.mix_every,
-        codecs.named(config.comm_dtype, config.seed),
+        codecs.named(config.codec, config.seed),
         gradient=optax.chain(clip, decay),
         optimizer=config.optimizer.to_dict(),
-        identical_start=config.identical_start,
+        same_init=config.same_init,
         seed=config.seed,
         numbers=numbers,
     )
@@ -165,24 +165,26 @@ class Cost:
     """What one replica sends and keeps, in bytes."""
 
     sent_a_step: float  # by the busiest replica to all its neighbours, averaged over a period
-    sent_by_node: float  # by the busiest node of ``local_size`` replicas to other nodes, likewise
+    sent_by_node: float  # by the busiest node to other nodes, likewise
     state: int  # parameters, optimizer and method
-    local_size: int
+    replicas_per_node: int
 
 
-def cost(config: ConfigDict, schedule: Schedule, state: Any, local_size: int) -> Cost:
+def cost(config: ConfigDict, schedule: Schedule, state: Any, replicas_per_node: int) -> Cost:
     """The cost of a `TrainState`, or of its shapes, with the leading replica dimension.
 
     Args:
       config, schedule: of the run.
       state: see above.
-      local_size: replicas per node.
+      replicas_per_node: replicas per node.
     """
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
     method, given = METHODS[config.algorithm], parts(config, schedule, 1.0)
-    by_replica, by_node = (method.bytes_sent(own.params, given, size) for size in (1, local_size))
-    return Cost(by_replica, by_node, held, local_size)
+    by_replica, by_node = (
+        method.bytes_sent(own.params, given, size) for size in (1, replicas_per_node)
+    )
+    return Cost(by_replica, by_node, held, replicas_per_node)
 
 
 def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float]:
@@ -197,7 +199,7 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
       ``bytes_sent_per_step`` by the busiest replica; ``bytes_between_hosts_per_step`` by the
       busiest host to other ones, left out where hosts hold different numbers of replicas.
 
-    >>> cost = Cost(sent_a_step=8, sent_by_node=3, state=100, local_size=2)
+    >>> cost = Cost(sent_a_step=8, sent_by_node=3, state=100, replicas_per_node=2)
     >>> for hosts, per_host in ("aaaa", 4), ("abcd", 1), ("aabb", 2), ("aaab", 1):
     ...     print(list(messages(cost, hosts, per_host).values()))
     [8, 0]
@@ -207,7 +209,7 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
     """
     found: dict[str, float] = {"bytes_sent_per_step": round(cost.sent_a_step)}
     between = {1: 0.0, len(hosts): cost.sent_a_step}.get(len(set(hosts)))
-    if between is None and cost.local_size == per_host:
+    if between is None and cost.replicas_per_node == per_host:
         between = cost.sent_by_node
     return found if between is None else found | {"bytes_between_hosts_per_step": round(between)}
 
@@ -228,8 +230,8 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     if config.algorithm != "all_reduce":
         over += f" over {schedule.name}"
     node = ""
-    if cost.local_size > 1:
-        node = f" (a node of {cost.local_size} sends {by_node} to other nodes)"
+    if cost.replicas_per_node > 1:
+        node = f" (a node of {cost.replicas_per_node} sends {by_node} to other nodes)"
     return (
         f"{config.algorithm}{over}: a replica sends {sent} per step{node} and "
         f"keeps {state} of parameters and optimizer"
@@ -249,7 +251,7 @@ def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mas
         direction = trace if name == "sgd" else _muon(chosen)
         return optax.chain(clip, before, direction, after, optax.scale_by_learning_rate(rate))
     make = optim.accum_adamw if chosen.decoupled else optim.accum_adam
-    window = config.optimizer.window if name == "accum_adam" else 1
+    window = config.optimizer.accum_steps if name == "accum_adam" else 1
     inner = make(rate, chosen.b1, chosen.b2, chosen.eps, chosen.weight_decay, decay_mask, window)
     return optax.chain(clip, inner) if chosen.clip_norm else inner
 

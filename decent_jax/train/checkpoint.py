@@ -31,7 +31,7 @@ from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
 from decent_jax.ground.json_files import flat, read_json, write_atomic, write_json_atomic
 from decent_jax.replicas import Placement
 from decent_jax.train import checkpoint_arrays as arrays
-from decent_jax.train.checkpoint_arrays import STAGE, STATE
+from decent_jax.train.checkpoint_arrays import STATE
 from decent_jax.train.evaluation import Model
 from decent_jax.train.experiment import Experiment, facts_of
 from decent_jax.train.step import TrainState
@@ -198,15 +198,7 @@ class Checkpointer:
 
         Raises:
           CheckpointError: there are checkpoints, and none can be read.
-          ConfigError: they are those of a pipeline.
         """
-        if any((self.workdir / FOLDER).glob(f"*/{STAGE}0")):
-            raise ConfigError(
-                f"{self.workdir} holds a run of several stages; take another --workdir, or set "
-                "pipeline.stages",
-                field="pipeline.stages",
-                value=0,
-            )
         found = first_whole(
             self.workdir / FOLDER,
             lambda folder, meta: arrays.restore(folder, meta, like, placement, accum_steps),

@@ -4,12 +4,10 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
-import importlib
-import importlib.util
 import os
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -30,12 +28,22 @@ from decent_jax.train import algorithm, trackers
 AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
 ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
 
+# Each entry point of this group of the package's metadata trains configs: a room or a package with
+# FIELDS, check, run and dry_run. `decent_jax.train.synchronous` is one of them, without FIELDS.
+TRAINERS = {point.name: point for point in entry_points(group="decent_jax.trainers")}
+SYNCHRONOUS = "synchronous"
+
 # The fields that train/ declares. Other rooms declare theirs (cluster, peers, pipeline), so do a
 # task (model and data) and a method (the section with its numbers); see `fields_of`.
 FIELDS = {
     "task": Field("language_modeling", "what is trained: a module of decent_jax.tasks"),
     "seed": Field(0, "of parameters, dropout and the order of data", at_least=0, at_most=2**63 - 1),
-    # --- Who averages with whom ---
+    "trainer": Field(
+        SYNCHRONOUS,
+        "one program; peers: no common step; pipelines: replicas in stages",
+        choices=tuple(TRAINERS),
+    ),
+    # --- Communication ---
     "num_replicas": Changeable(8, "models, each with its own parameters", at_least=1),
     "algorithm": Field("accum_adam", "how replicas train and communicate; see docs/algorithms.md"),
     "schedule": Changeable(
@@ -44,15 +52,19 @@ FIELDS = {
         "ignores it",
     ),
     "combine": Field(
-        "", "with: mix while computing; then: mix the result", choices=("with", "then", "")
+        "",
+        "awc: mix while computing (adapt with combine); atc: mix the result (adapt, then combine)",
+        choices=("awc", "atc", ""),
     ),
     "mix_every": Field(1, "steps from one round to the next", at_least=1),
-    "comm_dtype": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
-    "local_size": Changeable(1, "replicas per node, for schedules that know nodes", at_least=1),
-    "gamma_power": Field(
+    "codec": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
+    "replicas_per_node": Changeable(
+        1, "replicas per node, for schedules that know nodes", at_least=1
+    ),
+    "gamma_lr_exponent": Field(
         0.0, "gamma is multiplied by (learning rate / peak) to this power", at_least=0
     ),
-    "identical_start": Field(True, "all replicas start alike; False: each draws its own"),
+    "same_init": Field(True, "all replicas start alike; False: each draws its own"),
     "max_consensus_distance": Changeable(
         0.0, "relative distance beyond which all replicas are averaged once; 0: never", at_least=0
     ),
@@ -78,7 +90,7 @@ FIELDS = {
         "adam, accum_adam, sgd or muon; empty: the algorithm's; or any of optax or your own by its "
         "dotted name, with arguments: optax.contrib.muon(beta=0.9)",
     ),
-    "optimizer.window": Field(
+    "optimizer.accum_steps": Field(
         4, "steps whose mean gradient enters the moments of accum_adam", at_least=1
     ),
     "optimizer.momentum": Field(0.9, "momentum of sgd and muon", at_least=0, below=1),
@@ -100,7 +112,9 @@ FIELDS = {
         0, "devices that hold replicas; 0: as many as divide num_replicas", at_least=0
     ),
     "mesh.fsdp": Changeable(1, "devices per replica, which share its arrays", at_least=1),
-    "mesh.loop": Changeable(False, "compute a device's replicas in turn, with less memory"),
+    "mesh.sequential_replicas": Changeable(
+        False, "compute a device's replicas in turn, with less memory"
+    ),
     # --- What is kept and reported ---
     "checkpoint.every": Changeable(1000, "steps between checkpoints; 0: never", duration=True),
     "checkpoint.every_minutes": Changeable(10.0, "likewise, minutes; 0: never", at_least=0),
@@ -108,9 +122,7 @@ FIELDS = {
     "recovery.every": Changeable(
         -1, "steps between copies in memory; 0: none; -1: at 1% of a step, supervised", at_least=-1
     ),
-    "recovery.neighbours": Changeable(
-        0, "1: each process also keeps the copy of another one", at_least=0, at_most=1
-    ),
+    "recovery.mirror": Changeable(False, "each process also keeps the copy of another one"),
     "eval.every": Changeable(500, "steps between evaluations; 0: at the end only", duration=True),
     "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
     "eval.batch_size": Changeable(0, "examples in one of them; 0: as in training", at_least=0),
@@ -119,37 +131,30 @@ FIELDS = {
     "profile.count": Changeable(0, "steps traced into workdir/profile, after 10", at_least=0),
 }
 
-# Which room trains a config: the first whose field is set. By name, since train/ imports none of
-# those above it; each has FIELDS, check, run and dry_run. A room that was deleted is left out.
-TRAINERS = {"peers.use": "decent_jax.peers", "pipeline.stages": "decent_jax.pipelines"}
-SYNCHRONOUS = "decent_jax.train.synchronous"
-
 _WORKERS = 32  # per core
 
 
-def _extensions() -> Mapping[str, ModuleType]:
-    """`TRAINERS` imported, by the field that asks for each."""
-    return {
-        name: importlib.import_module(path)
-        for name, path in TRAINERS.items()
-        if importlib.util.find_spec(path)
-    }
-
-
 def trainer_of(config: ConfigDict) -> Any:
-    """The room that trains this config: its ``check``, ``run`` and ``dry_run``."""
-    values = flat(config)
-    for name, room in _extensions().items():
-        if values.get(name):
-            return room
-    return importlib.import_module(SYNCHRONOUS)
+    """What trains this config, one of `TRAINERS`: its ``check``, ``run`` and ``dry_run``.
+
+    Raises:
+      ConfigError: there is no such trainer.
+    """
+    if not TRAINERS:
+        raise ConfigError(
+            "the package has no metadata: install it, `pip install -e .` in its folder"
+        )
+    name = config.get("trainer", SYNCHRONOUS)
+    FIELDS["trainer"].check("trainer", name)
+    return TRAINERS[name].load()
 
 
 def common_fields() -> dict[str, Field]:
     """The fields of every config, whatever its task and method, by dotted name."""
     table = {**FIELDS, **cluster.FIELDS}
-    for room in _extensions().values():
-        table |= room.FIELDS
+    for name, point in TRAINERS.items():
+        if name != SYNCHRONOUS:
+            table |= point.load().FIELDS
     return table
 
 
@@ -247,11 +252,10 @@ def _check_sizes(config: ConfigDict) -> None:
         parse_duration("each of lr_schedule.drops", drop)
     n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
     multiple = f"must be a multiple of num_replicas, {n}"
-    values, copies = flat(config), config.recovery.every
-    others = any(values.get(name) for name in TRAINERS)
+    copies, alone = config.recovery.every, config.trainer == SYNCHRONOUS
     check_rules(
         config,
-        (copies <= 0 or not others, "recovery.every", "must be 0 or -1 with peers or pipelines"),
+        (copies <= 0 or alone, "recovery.every", f"must be 0 or -1 with {config.trainer}"),
         (
             copies <= config.steps or config.epochs > 0,
             "recovery.every",
@@ -289,9 +293,10 @@ def load_plan(config: ConfigDict) -> Plan | None:
         plan = plan_file.load(path)
     except ValueError as error:
         raise ConfigError(f"cluster.plan: {error}", field="cluster.plan", value=path) from None
+    stages = config.pipeline.stages if config.trainer == "pipelines" else 1
     for name, planned, wanted in (
         ("num_replicas", plan.schedule.num_replicas, config.num_replicas),
-        ("pipeline.stages", plan.stages, flat(config).get("pipeline.stages") or 1),
+        ("pipeline.stages", plan.stages, stages),
     ):
         if planned != wanted:
             why = f"must be for {name} {wanted}, and this one is for {planned}"
@@ -300,9 +305,9 @@ def load_plan(config: ConfigDict) -> Plan | None:
 
 
 def config_of_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
-    """The config with the plan's ``schedule`` (by its name), ``local_size`` and ``mix_every``."""
-    name, local_size = plan.schedule.name, plan.schedule.rounds[0].group_size
-    return changed(config, schedule=name, local_size=local_size, mix_every=plan.mix_every)
+    """The config with the plan's ``schedule`` (by name), ``replicas_per_node``, ``mix_every``."""
+    name, size = plan.schedule.name, plan.schedule.rounds[0].group_size
+    return changed(config, schedule=name, replicas_per_node=size, mix_every=plan.mix_every)
 
 
 def changed(config: ConfigDict, **values: Any) -> ConfigDict:
@@ -336,7 +341,7 @@ def _schedule(config: ConfigDict) -> topology.Schedule:
         return topology.make("complete", n)
     if config.schedule == AUTO:
         return topology.make(ONE_HOST, n)
-    return topology.make(config.schedule, n, local_size=config.local_size)
+    return topology.make(config.schedule, n, replicas_per_node=config.replicas_per_node)
 
 
 def durations(config: ConfigDict, steps_per_epoch: int, steps: int) -> dict[str, int]:
@@ -405,7 +410,8 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
     stem = config.schedule.partition("(")[0].strip()
     any_sums = stem not in topology.COLUMN_STOCHASTIC or name in ("push_sum", "all_reduce")
     has_gamma = not method.config_section and "gamma" in method.numbers
-    waits, every, power = f"{method.config_section}.delay", config.mix_every, config.gamma_power
+    waits, every = f"{method.config_section}.delay", config.mix_every
+    exponent = config.gamma_lr_exponent
     delay, shapes = (flat(config).get(name, 0) for name in (waits, "data.shapes"))
     check_rules(
         config,
@@ -421,8 +427,12 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
         ),
         (config.gamma <= 1, "gamma", "must be in [0, 1]"),
         (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
-        (power == 0 or has_gamma, "gamma_power", f"must be 0: {name} has no gamma"),
-        (power == 0 or config.learning_rate, "gamma_power", "must be 0 where learning_rate is 0"),
+        (exponent == 0 or has_gamma, "gamma_lr_exponent", f"must be 0: {name} has no gamma"),
+        (
+            exponent == 0 or config.learning_rate,
+            "gamma_lr_exponent",
+            "must be 0 where learning_rate is 0",
+        ),
         (
             not (config.max_consensus_distance and method.copies),
             "max_consensus_distance",

@@ -7,7 +7,7 @@ bit what would have been computed without the loss, and no array is read from a 
 
 A copy is a file ``STEP.copy`` (`decent_jax.train.copy_file`), which appears by a rename once it is
 whole. When a copy begins, the two newest stay, so that processes which are up to ``recovery.every``
-steps apart have one in common. With ``recovery.neighbours`` a process also keeps the rows of the
+steps apart have one in common. With ``recovery.mirror`` a process also keeps the rows of the
 process before it, in ``STEP.neighbour``: those of a host that is gone come from there.
 """
 
@@ -313,7 +313,7 @@ def open_copies(
     if every == 0 or (every == AUTOMATIC and PLACE not in os.environ):
         return None
     neighbours = None
-    if config.recovery.neighbours and jax.process_count() > 1:
+    if config.recovery.mirror and jax.process_count() > 1:
         neighbours = Neighbours(placement)
     share = (1 + (neighbours is not None)) * len(placement.local_replicas) / placement.num_replicas
     size = share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

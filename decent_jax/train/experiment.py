@@ -213,7 +213,7 @@ def replicas_per_host(hosts: Sequence[str]) -> int:
 def settle(
     config: ConfigDict, per_host: int, folder: str | Path, on_gpus: bool = False
 ) -> ConfigDict:
-    """The config with the schedule that ``auto`` stands for, and its ``local_size``.
+    """The config with the schedule that ``auto`` stands for, and its ``replicas_per_node``.
 
     It is the one of the run in ``folder``, if that run has as many replicas; else `WITHIN_HOSTS`
     where several hosts hold ``per_host`` replicas, several each; else `PAIRS` on GPUs. Where the
@@ -222,11 +222,13 @@ def settle(
     with contextlib.suppress(ConfigError):  # without a run; a damaged one is refused later
         saved = load_saved(folder)
         if saved.num_replicas == config.num_replicas and saved.schedule != AUTO:
-            return changed(config, schedule=saved.schedule, local_size=saved.local_size)
+            return changed(
+                config, schedule=saved.schedule, replicas_per_node=saved.replicas_per_node
+            )
     n = config.num_replicas
     if config.algorithm != "all_reduce":
         if 1 < per_host < n and config.mesh.fsdp == 1:
-            within = changed(config, schedule=WITHIN_HOSTS, local_size=per_host)
+            within = changed(config, schedule=WITHIN_HOSTS, replicas_per_node=per_host)
             if _is_possible(within):
                 return within
         pairs = changed(config, schedule=PAIRS)

@@ -61,7 +61,7 @@ def init_state(
 
     @jax.jit
     def drawn():
-        drawn = replicas.create(task.init, n, key, identical=config.identical_start)
+        drawn = replicas.create(task.init, n, key, identical=config.same_init)
         return placement.place_all(rest_of(*drawn))
 
     @jax.jit
@@ -180,7 +180,7 @@ def make_step(
             return gradient(task.loss, config.micro_batches, params, model_state, batch, rng)
 
         with jax.named_scope("forward_backward"):
-            run = placement.per_replica_alone(of_replica, loop=config.mesh.loop)
+            run = placement.per_replica_alone(of_replica, loop=config.mesh.sequential_replicas)
             return run(params, model_state, batch, placement.replica_ids())
 
     @jax.named_scope("update")

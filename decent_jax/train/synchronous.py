@@ -36,7 +36,7 @@ TIMED = 3  # steps of each kind in a dry run
 COMPILERS = 2  # threads: a program that is compiled takes some GiB, and cores that steps need
 TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
-check = config_lib.check  # this room is the first of `decent_jax.train.config.trainer_of`
+check = config_lib.check  # as each of `decent_jax.train.config.TRAINERS` has one
 
 
 @watch.lost_peers_told()
@@ -88,7 +88,7 @@ class Synchronous:
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
-        window, saved = experiment.config.optimizer.window, self.checkpoints.steps()
+        window, saved = experiment.config.optimizer.accum_steps, self.checkpoints.steps()
         newest = saved[-1] if saved else -1
         found = None
         if self.copies is not None:
@@ -253,7 +253,9 @@ def announce_cost(experiment: Experiment, work: Workdir, shapes: TrainState) -> 
     """What a replica sends and keeps; says it."""
     config, schedule, per_host = experiment.config, experiment.schedule, experiment.per_host
     several = 1 < per_host < config.num_replicas
-    cost = algorithm.cost(config, schedule, shapes, per_host if several else config.local_size)
+    cost = algorithm.cost(
+        config, schedule, shapes, per_host if several else config.replicas_per_node
+    )
     work.say(algorithm.describe(config, schedule, cost))
     return cost
 

@@ -35,7 +35,7 @@ def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
 # --- The pages have the numbers of the records ----------------------------------------------------
 
 RECORDS = figure.load(figure.RECORDS)
-MAIN = ("all_reduce", "momentum_sgd", "momentum_sgd_then")
+MAIN = ("all_reduce", "momentum_sgd", "momentum_sgd_atc")
 
 
 def of(task, arm, **setting):
@@ -59,7 +59,7 @@ def test_results_at_the_end(task, arm, setting, form):
     assert figure.spread([record.value for record in of(task, arm, **setting)], form) in RESULTS
 
 
-@pytest.mark.parametrize(("arm", "gap"), [("momentum_sgd", "0.68"), ("momentum_sgd_then", "0.28")])
+@pytest.mark.parametrize(("arm", "gap"), [("momentum_sgd", "0.68"), ("momentum_sgd_atc", "0.28")])
 def test_gaps_are_means_and_deviations_of_the_differences_of_seeds(arm, gap):
     setting = (("epochs", 15.0), ("learning_rate", 0.2))
     gaps = [-x for x in figure.gaps(figure.arms(RECORDS, "cifar10"), setting, arm)]

@@ -57,7 +57,7 @@ def test_a_host_is_lost_with_its_memory_and_a_spare_one_takes_its_place(
     path, workdir = tiny.write_config(tmp_path / "config_file.py"), tmp_path / "run"
     changes = {"num_replicas": 4, "batch_size": 8, "schedule": "static_exp", "steps": 9}
     changes |= {"checkpoint.every": 0, "log.every": 1, "mesh.devices": 0}
-    changes |= {"recovery.every": 2, "recovery.neighbours": 1, "data.pause": 0.25}
+    changes |= {"recovery.every": 2, "recovery.mirror": True, "data.pause": 0.25}
     tiny.run(tiny.waves(steps=9, schedule="static_exp"), tmp_path / "undisturbed")
     flags = ["--config", path, "--workdir", workdir]
     flags += [f"--config.{name}={value}" for name, value in changes.items()]

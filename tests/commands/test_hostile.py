@@ -81,14 +81,14 @@ def test_random_out_exists_for_every_number_of_replicas():
 
 def test_the_schedules_that_a_refusal_suggests_exist():
     suggested = set()
-    for name, n, local_size in itertools.product(topology.NAMES, range(2, 17), (1, 2, 3)):
+    for name, n, replicas_per_node in itertools.product(topology.NAMES, range(2, 17), (1, 2, 3)):
         try:
-            topology.make(name, n, local_size=local_size)
+            topology.make(name, n, replicas_per_node=replicas_per_node)
         except ValueError as error:
             words = set(re.findall(r"\w+", str(error).partition("; use ")[2]))
             for other in words & set(topology.NAMES):
                 suggested.add(other)
-                topology.make(other, n, local_size=local_size)
+                topology.make(other, n, replicas_per_node=replicas_per_node)
     assert {"one_peer_exp", "hypercube", "ring", "bidirectional_ring"} <= suggested
 
 

@@ -105,7 +105,7 @@ def test_what_failed_is_shown_once_the_newest_last(finished, tmp_path):
 
 
 def test_a_run_of_peers_has_a_row_for_each(tmp_path):
-    write_json_atomic(tmp_path / "config.json", {"steps": 20, "peers": {"use": True}})
+    write_json_atomic(tmp_path / "config.json", {"steps": 20, "trainer": "peers"})
     with MetricWriter(tmp_path) as writer:
         known = {"peers/0/steps": 12.0, "peers/0/stale": 3.0, "peers/1/steps": 4.0}
         writer.write(8, {"train/loss": 2.0, "perf/step_time_s": 0.1} | known)

@@ -115,19 +115,19 @@ CASES = {
     "plain": {},
     "l2": {
         "schedule": "bidirectional_ring",
-        "comm_dtype": "int8",
+        "codec": "int8",
         "mesh": {"devices": 2},
         "optimizer": {"decoupled": False},
     },
     "sgd": {
         "schedule": "hierarchical",
-        "local_size": 2,
+        "replicas_per_node": 2,
         "algorithm": "decentralized_sgd",
         "gamma": 0.5,
     },
     "moments": {
         "algorithm": "gossiped_momentum",
-        "combine": "with",
+        "combine": "awc",
         "optimizer": {"name": "adam"},
     },
 }
@@ -311,7 +311,7 @@ def test_an_update_that_is_all_late_is_in_place_too(case):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"combine": "then"}, {"algorithm": "all_reduce"}, {"algorithm": "push_sum"}],
+    [{"combine": "atc"}, {"algorithm": "all_reduce"}, {"algorithm": "push_sum"}],
     ids=str,
 )
 def test_what_is_not_known_at_the_beginning_is_one_program(changes):

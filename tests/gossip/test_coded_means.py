@@ -130,7 +130,7 @@ def test_replicas_that_are_not_finite_never_enter_a_sum(devices):
 
 
 def test_groups_that_send_on_are_refused():
-    schedule = topology.make("alternating_exp_ring", 8, local_size=2)
+    schedule = topology.make("alternating_exp_ring", 8, replicas_per_node=2)
     with refuses(schedule.name):
         gossip.check_coded(schedule)
     gossip.check_coded(topology.make("complete", 8))

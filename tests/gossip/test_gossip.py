@@ -55,7 +55,7 @@ def schedules_of(n):
         options = ROUNDS[name] if name in ROUNDS and n > 3 else {}
         for local in NODES.get(name, (1,)):
             try:
-                found[name, local] = topology.make(name, n, local_size=local, **options)
+                found[name, local] = topology.make(name, n, replicas_per_node=local, **options)
             except ValueError:
                 continue
     if n > 2:
@@ -80,7 +80,7 @@ def tree_for(n, dtype=np.float64, seed=0):
 
 
 def rounds_of(n, devices):
-    """{(name, local_size, r): schedule} of all rounds that fit, those of equal messages once."""
+    """{(name, replicas_per_node, r): schedule} of all that fit, those of equal messages once."""
     found = {}
     for key, schedule in schedules_of(n).items():
         for r, one in enumerate(schedule.rounds if fitting(schedule, n, devices) else ()):
@@ -182,7 +182,7 @@ def test_groups_that_send_are_the_matrix_in_float32(form, n, devices):
     schedules = {}
     for name, local in itertools.product(names, (2, 3, 4, 6, 8)):
         if n % local == 0 and n > local and not (name.startswith("alt") and 24 in (n, local * 3)):
-            schedules[name, local] = topology.make(name, n, local_size=local)
+            schedules[name, local] = topology.make(name, n, replicas_per_node=local)
     schedules = {key: one for key, one in schedules.items() if fitting(one, n, devices)}
     assert len(schedules) >= 3
     rng = np.random.default_rng(n)
@@ -320,16 +320,16 @@ def test_wrong_number_of_replicas():
     ],
 )
 def test_what_mix_refuses(form, n, devices, name, given, named):
-    schedule = topology.make(name, n, local_size=n // 2)
+    schedule = topology.make(name, n, replicas_per_node=n // 2)
     with refuses(*named):
         trace(form, n, devices, schedule, **given)
 
 
 def test_where_groups_and_blocks_may_be():
-    schedule = topology.make("alternating_exp_ring", 8, local_size=4)
+    schedule = topology.make("alternating_exp_ring", 8, replicas_per_node=4)
     assert trace("devices", 8, 8, schedule, check_vma=False).shape == (8, 2)
     assert trace("devices", 8, 8, topology.make("complete", 8), check_vma=True).shape == (8, 2)
-    schedule = topology.make("alternating_exp_ring", 6, local_size=3)
+    schedule = topology.make("alternating_exp_ring", 6, replicas_per_node=3)
     assert trace("block", 6, 2, schedule).shape == (6, 2)
 
 
@@ -380,7 +380,7 @@ def test_narrow_numbers_are_added_in_float32_and_rounded_once(dtype, form, guard
     n = 8
     x = jnp.asarray(1 + np.random.default_rng(0).normal(size=(n, 500)), dtype)
     names = ("complete", "hierarchical", "alternating_exp_ring", "one_peer_exp", "static_exp")
-    schedules = [topology.make(name, n, local_size=4) for name in names]
+    schedules = [topology.make(name, n, replicas_per_node=4) for name in names]
     wanted = [s.matrix(0) @ np.float64(x) for s in schedules]
     wanted.append(np.broadcast_to(np.float64(x).mean(0), x.shape))
 

@@ -68,7 +68,7 @@ def run(txs, steps):
     return all_steps(dict.fromkeys(txs, start()))
 
 
-@pytest.mark.parametrize("combine", ["with", "then"])
+@pytest.mark.parametrize("combine", ["awc", "atc"])
 def test_an_optimizer_mixes_or_is_refused(combine):
     """Zero gradients bring replicas to their mean; with targets of their own they stay together."""
     accepted, refused = {}, {}

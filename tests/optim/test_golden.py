@@ -60,7 +60,7 @@ def test_decentralized_trajectories(name, x64):
     data = np.load(GOLDEN / "decent_dp_4_replicas.npz")
     case = RUNS[name]
     schedule = topology.make(
-        SCHEDULES.get(case["topology"], case["topology"]), 4, local_size=case["local"]
+        SCHEDULES.get(case["topology"], case["topology"]), 4, replicas_per_node=case["local"]
     )
     decays_all = "wdall" in name
     sizes = [48, 8, 24, 3]  # fc1.weight, fc1.bias, fc2.weight, fc2.bias

@@ -76,7 +76,7 @@ INNER = optim.accum_adamw(1e-3, weight_decay=0.1, accum_steps=4)
 
 # A whole step in one round of each order; all rounds of all schedules follow without a step.
 @pytest.mark.parametrize(
-    ("name", "round", "combine"), [("bidirectional_ring", 0, "with"), ("one_peer_exp", 2, "then")]
+    ("name", "round", "combine"), [("bidirectional_ring", 0, "awc"), ("one_peer_exp", 2, "atc")]
 )
 def test_permutation_round(name, round, combine):
     schedule = topology.make(name, 8)
@@ -125,7 +125,7 @@ OF_NODES = "alternating_exp_ring", "hierarchical", "hierarchical(ring, one_peer_
 )
 def test_every_round_sends_what_it_declares(name, local):
     """All rounds of a schedule in one executable, each with leaves of its own, and nothing else."""
-    schedule = topology.make(name, 8, local_size=local)
+    schedule = topology.make(name, 8, replicas_per_node=local)
     rounds = range(schedule.period)
 
     def every_round(trees):
@@ -156,7 +156,7 @@ def test_a_mean_is_one_all_reduce_a_leaf():
     """Of all replicas, or of a node where a round has no messages."""
     everybody, nodes = [list(range(8))], np.arange(8).reshape(-1, 4).tolist()
     complete = optim.decentralized(INNER, topology.make("complete", 8))
-    ring = topology.make("alternating_exp_ring", 8, local_size=4)
+    ring = topology.make("alternating_exp_ring", 8, replicas_per_node=4)
     assert not ring.rounds[0].sends
     for tx, groups, check_vma in (
         (complete, everybody, True),
@@ -207,7 +207,7 @@ def test_small_arrays_of_a_dtype_are_one_message(name, codec, wanted, monkeypatc
 
 def test_small_arrays_of_nodes_are_one_message(monkeypatch):
     """Of each stage: the kernel, and bias and scale together; over gloo all three."""
-    schedule = topology.make("alternating_exp_ring", 8, local_size=2)
+    schedule = topology.make("alternating_exp_ring", 8, replicas_per_node=2)
     (apart, sizes), (together, packed) = (
         mixed_with(small, monkeypatch, schedule, 1) for small in (0, 40)
     )
@@ -231,7 +231,7 @@ def test_a_bfloat16_travels_as_two_bytes():
 
 def test_a_step_moves_parts_between_nodes():
     """Reduce-scatter in the node, permutes of the parts, all-gather in the node; but for flags."""
-    schedule = topology.make("alternating_exp_ring", 8, local_size=2)
+    schedule = topology.make("alternating_exp_ring", 8, replicas_per_node=2)
     found = compiled_step(optim.decentralized(INNER, schedule), 1, check_vma=False)
     one = schedule.rounds[1]
     wanted = sorted(message for size in SIZES for message in declared(one, size))
@@ -247,7 +247,7 @@ def test_a_step_moves_parts_between_nodes():
 
 
 def test_round_none_communicates_nothing():
-    for combine in ("with", "then"):
+    for combine in ("awc", "atc"):
         tx = optim.decentralized(INNER, topology.make("ring", 8), combine)
         jaxpr = jax.make_jaxpr(on_mesh(step_of(tx, None)))(*arguments(tx))
         assert not re.search(r"\b(ppermute|psum|all_gather|reduce_scatter)", str(jaxpr))
@@ -338,21 +338,21 @@ def analyse(tx, **options):
 
 def test_the_last_stage_of_nodes_waits_for_the_gradient():
     """Parts travel between nodes while it is computed; only then they are gathered inside."""
-    schedule = topology.make("hierarchical", 8, local_size=4)
-    out, sends = analyse(optim.decentralized(INNER, schedule, "with"), check_vma=False)
+    schedule = topology.make("hierarchical", 8, replicas_per_node=4)
+    out, sends = analyse(optim.decentralized(INNER, schedule, "awc"), check_vma=False)
     # Reduce-scatter, permute, all-gather; but a quarter of the bias is a scalar.
     assert any(out) and sends == [False] + [False, False, True] * 2
 
 
 @pytest.mark.parametrize("name", ["one_peer_exp", "bidirectional_ring", "complete"])
 def test_with_sends_old_parameters_only(name):
-    """A message of "with" does not wait for the batch, so it may overlap the whole step."""
+    """A message of "awc" does not wait for the batch, so it may overlap the whole step."""
     schedule = topology.make(name, 8)
 
-    out, sends = analyse(optim.decentralized(INNER, schedule, "with"))
+    out, sends = analyse(optim.decentralized(INNER, schedule, "awc"))
     assert any(out)  # the new parameters do depend on the batch
     assert sends == [False] * (len(SHAPES) * max(1, len(schedule.rounds[0].sends)))
-    out, sends = analyse(optim.decentralized(INNER, schedule, "then"))
+    out, sends = analyse(optim.decentralized(INNER, schedule, "atc"))
     assert any(out) and sends == [True] * (len(SHAPES) * max(1, len(schedule.rounds[0].sends)))
     out, sends = analyse(optim.all_reduce(INNER))
     assert sends == [True] * len(SHAPES)
@@ -374,7 +374,7 @@ def test_a_step_grows_with_the_number_of_arrays_not_with_its_square():
 @pytest.mark.parametrize("name", ["complete", "static_exp", "base_k", "star", "hierarchical"])
 def test_a_round_on_one_device_grows_with_its_messages_not_with_the_replicas(name):
     def lines_a_message(n):
-        schedule = topology.make(name, n, local_size=2)
+        schedule = topology.make(name, n, replicas_per_node=2)
 
         def mix(x, finite):
             return gossip.mix(x, schedule, 0, "replica", finite=finite)

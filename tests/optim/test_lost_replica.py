@@ -28,10 +28,10 @@ class Case:
 
 
 CASES = {
-    "swarm, blocking": Case("swarm", "hypercube", "then"),
-    "swarm": Case("swarm", "hypercube", "with"),
-    "swarm, lattice": Case("swarm", "hypercube", "with", {"bits": 8}),
-    "swarm, blocking, lattice": Case("swarm", "hypercube", "then", {"bits": 8}, returns=False),
+    "swarm, blocking": Case("swarm", "hypercube", "atc"),
+    "swarm": Case("swarm", "hypercube", "awc"),
+    "swarm, lattice": Case("swarm", "hypercube", "awc", {"bits": 8}),
+    "swarm, blocking, lattice": Case("swarm", "hypercube", "atc", {"bits": 8}, returns=False),
     "quasi_global_sgd": Case("quasi_global_sgd"),
     "exact_diffusion": Case("exact_diffusion"),
     "d2": Case("d2", "star"),
@@ -85,7 +85,7 @@ def test_a_lost_replica_comes_back(case):
         assert state.skipped[LOST] <= schedule.period + 1
 
 
-@pytest.mark.parametrize("combine", ["with", "then"])
+@pytest.mark.parametrize("combine", ["awc", "atc"])
 def test_tracked_gradients_keep_their_sum(combine):
     """sum_i q_i = sum_i g_i, also where a replica's parameters or its gradient were lost.
 
@@ -123,7 +123,7 @@ def test_messages_of_a_step_have_noise_of_their_own(method):
         method,
         topology.make("hypercube", 2),
         optax.sgd(0.0, momentum=1.0),
-        combine="then",
+        combine="atc",
         codec=codecs.Int8(),
     )
     x = jnp.stack([jnp.linspace(1, 2, 50), jnp.zeros(50)])

@@ -65,35 +65,35 @@ def adam(combine, inner=DECOUPLED, **wanted):
 
 
 CASES = {
-    "dpsgd-with": Case("decentralized_sgd", "dpsgd", combine="with"),
-    "dpsgd-then": Case("decentralized_sgd", "dpsgd", combine="then"),
+    "dpsgd-awc": Case("decentralized_sgd", "dpsgd", combine="awc"),
+    "dpsgd-atc": Case("decentralized_sgd", "dpsgd", combine="atc"),
     "gamma": Case(
-        "decentralized_sgd", "dpsgd", SGD, "with", numbers={"gamma": lambda t: 1 / (1 + 0.5 * t)}
+        "decentralized_sgd", "dpsgd", SGD, "awc", numbers={"gamma": lambda t: 1 / (1 + 0.5 * t)}
     ),
-    "gamma-then": Case(
-        "decentralized_sgd", "dpsgd", SGD, "then", numbers={"gamma": lambda t: 0.5 * t / (1 + t)}
+    "gamma-atc": Case(
+        "decentralized_sgd", "dpsgd", SGD, "atc", numbers={"gamma": lambda t: 0.5 * t / (1 + t)}
     ),
-    "dmsgd-with": Case("decentralized_sgd", "dmsgd", SGDM, "with"),
-    "dmsgd-then": Case("decentralized_sgd", "dmsgd", SGDM, "then"),
-    "accum_adamw-with": adam("with"),
-    "accum_adamw-then": adam("then"),
-    "accum_adam-with": adam("with", L2, decoupled=False),
-    "accum_adam-then": adam("then", L2, decoupled=False),
-    "adam-with": dataclasses.replace(
-        adam("with", optax.adam(rate, **ADAM), weight_decay=0, accum_steps=1),
+    "dmsgd-awc": Case("decentralized_sgd", "dmsgd", SGDM, "awc"),
+    "dmsgd-atc": Case("decentralized_sgd", "dmsgd", SGDM, "atc"),
+    "accum_adamw-awc": adam("awc"),
+    "accum_adamw-atc": adam("atc"),
+    "accum_adam-awc": adam("awc", L2, decoupled=False),
+    "accum_adam-atc": adam("atc", L2, decoupled=False),
+    "adam-awc": dataclasses.replace(
+        adam("awc", optax.adam(rate, **ADAM), weight_decay=0, accum_steps=1),
         method="decentralized_adam",
     ),
-    "adam-then": dataclasses.replace(
-        adam("then", optax.adam(rate, **ADAM), weight_decay=0, accum_steps=1),
+    "adam-atc": dataclasses.replace(
+        adam("atc", optax.adam(rate, **ADAM), weight_decay=0, accum_steps=1),
         method="decentralized_adam",
     ),
     "gossiped_momentum": Case("gossiped_momentum", "gossiped_momentum", SGDM),
-    "gossiped_momentum-with": Case("gossiped_momentum", "gossiped_momentum", SGDM, "with"),
+    "gossiped_momentum-awc": Case("gossiped_momentum", "gossiped_momentum", SGDM, "awc"),
     "quasi_global_sgd": Case("quasi_global_sgd", "quasi_global_sgd", numbers={"mu": 0.8}),
     "exact_diffusion": Case("exact_diffusion", "exact_diffusion"),
     "d2": Case("d2", "d2"),
     "gradient_tracking": Case("gradient_tracking", "gradient_tracking"),
-    "gradient_tracking-then": Case("gradient_tracking", "gradient_tracking", combine="then"),
+    "gradient_tracking-atc": Case("gradient_tracking", "gradient_tracking", combine="atc"),
     "push_sum": Case("push_sum", "push_sum"),
     "noloco": Case("noloco", oracles_seldom.noloco),
     "choco": Case(
@@ -133,12 +133,12 @@ REFUSED = dict.fromkeys(CASES, NOT_PUSH) | {
 
 @functools.cache
 def schedule_of(name, n=N):
-    return topology.make(name, n, local_size=2)
+    return topology.make(name, n, replicas_per_node=2)
 
 
 def build(case, name, mix_every=1, n=N, **changes):
     equal = case.method == "sparseloco"
-    given = {"combine": case.combine, "numbers": case.numbers, "identical_start": equal} | changes
+    given = {"combine": case.combine, "numbers": case.numbers, "same_init": equal} | changes
     schedule = schedule_of(name, n)
     with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_d2_at_its_bound
         warnings.filterwarnings("ignore", message=".*the bound of its")
@@ -244,17 +244,17 @@ def test_it_is_the_recursion(name):
 # each method is enough; (form, replicas, devices, schedule, mix_every).
 LAYOUTS = {
     ("devices", 4, 4, "bidirectional_ring", 2): [
-        *("gamma", "dmsgd-then", "accum_adam-with", "adam-then", "gossiped_momentum"),
-        "gossiped_momentum-with",
+        *("gamma", "dmsgd-atc", "accum_adam-awc", "adam-atc", "gossiped_momentum"),
+        "gossiped_momentum-awc",
         *("quasi_global_sgd", "gradient_tracking", "choco", "noloco"),
     ],
     ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "exact_diffusion"],
     ("devices", 4, 4, "random_out", 2): ["push_sum"],
-    ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["dmsgd-with"],
-    ("vmap", 4, 1, "complete", 2): ["dmsgd-then"],
-    ("block", 8, 4, "hierarchical", 1): ["dmsgd-then"],
+    ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["dmsgd-awc"],
+    ("vmap", 4, 1, "complete", 2): ["dmsgd-atc"],
+    ("block", 8, 4, "hierarchical", 1): ["dmsgd-atc"],
     ("block", 8, 4, "bidirectional_ring", 1): [
-        *("accum_adamw-with", "gradient_tracking", "quasi_global_sgd"),
+        *("accum_adamw-awc", "gradient_tracking", "quasi_global_sgd"),
     ],
 }
 
@@ -338,13 +338,13 @@ def test_d2_at_its_bound():
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("d2", {"combine": "with"}, "d2 'then' 'with'"),
-        ("noloco", {"combine": "with"}, "noloco 'then' 'with'"),
+        ("d2", {"combine": "awc"}, "d2 'atc' 'awc'"),
+        ("noloco", {"combine": "awc"}, "noloco 'atc' 'awc'"),
         ("sparseloco", {}, "sparseloco bidirectional_ring complete"),
         ("sparseloco", {"numbers": {"decay": 2}}, "sparseloco.decay 2"),
         ("sparseloco", {"numbers": {"bits": 8}}, "bits 8"),
         ("sparseloco", {"numbers": {"density": 0}}, "density 0"),
-        ("push_sum", {"codec": codecs.BFloat16()}, "push_sum comm_dtype"),
+        ("push_sum", {"codec": codecs.BFloat16()}, "push_sum codec"),
         ("choco", {"numbers": {"compressor": "zip"}}, "choco.compressor top_k 'zip'"),
         ("choco", {"numbers": {"fraction": 0}}, "choco.fraction 0"),
         ("choco", {"numbers": {"gamma": 2}}, "choco.gamma 2"),

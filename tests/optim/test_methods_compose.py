@@ -239,7 +239,7 @@ def test_a_format_keeps_the_mean_and_reaches_consensus():
 
 
 def choco(schedule, compressor, gamma):
-    options = {"identical_start": False, "compressor": compressor, "gamma": gamma}
+    options = {"same_init": False, "compressor": compressor, "gamma": gamma}
     return optim.contrib.choco(optax.sgd(0.0), schedule, **options)
 
 

@@ -50,7 +50,7 @@ def matrices_to(targets, tx, steps, x=None):
 def test_tracking_before_muon_is_demuon_on_a_static_graph():
     ring = topology.make("bidirectional_ring", 5)
     targets = jnp.asarray(np.random.default_rng(3).normal(size=(5, *SHAPE)))
-    got = matrices_to(targets, optim.contrib.gradient_tracking(exact_muon(LR), ring, "then"), 12)
+    got = matrices_to(targets, optim.contrib.gradient_tracking(exact_muon(LR), ring, "atc"), 12)
     right = oracles.run(
         oracles_seldom.demuon,
         lambda t: ring.matrix(0),
@@ -93,7 +93,7 @@ def test_muon_of_a_config_on_one_replica_is_optax_s():
 def test_muon_of_sharded_and_of_stacked_replicas_is_the_same():
     """mesh.fsdp: each replica's matrices lie on two devices; and all replicas on one."""
     ring = topology.make("hypercube", 2)
-    tx = optim.decentralized(optax.contrib.muon(LR, consistent_rms=0.2), ring, "then")
+    tx = optim.decentralized(optax.contrib.muon(LR, consistent_rms=0.2), ring, "atc")
     step = harness.step_of(tx, lambda x, b: jax.tree.map(jnp.subtract, x, b), 0)
     rng = np.random.default_rng(5)
     shapes = {"kernel": (2, 8, 6), "bias": (2, 6)}

@@ -42,7 +42,7 @@ class Replicas:
 
 
 @functools.cache
-def replicas_of(inner, name, combine="with"):
+def replicas_of(inner, name, combine="awc"):
     """Of `optim.decentralized` on a named schedule; of all-reduce where the name is None."""
     return Replicas(inner, name, combine)
 
@@ -88,7 +88,7 @@ def counts_of(state):
 # --- rejected updates -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combine", ["with", "then"])
+@pytest.mark.parametrize("combine", ["awc", "atc"])
 @pytest.mark.parametrize("how", ["nan gradient", "overflow", "nan loss", "infinite loss"])
 def test_bad_update_is_rejected(combine, how):
     """Replica 2 keeps the mix alone; its neighbours never notice."""
@@ -117,7 +117,7 @@ def test_bad_update_is_rejected(combine, how):
         assert_equal(rows(getattr(adam, field), [0, 1, 3]), rows(getattr(wanted, field), [0, 1, 3]))
     assert abs(rows(adam.window, 0)["bias"] - rows(old.window, 0)["bias"]).max() > 0.1
 
-    if combine == "with":  # messages hold old parameters: only replica 2 itself differs
+    if combine == "awc":  # messages hold old parameters: only replica 2 itself differs
         assert_equal(rows(got, [0, 1, 3]), rows(good, [0, 1, 3]))
         assert_close(rows(got, 2), rows(dense(schedule, 1, params), 2))
     else:
@@ -157,7 +157,7 @@ def test_only_what_overflows_is_rejected():
     assert_close(got, dense(topology.make("ring", N), 0, params))
 
 
-@pytest.mark.parametrize("combine", ["with", "then"])
+@pytest.mark.parametrize("combine", ["awc", "atc"])
 def test_single_numbers_that_overflow_are_left_out(combine):
     """Of an update whose smallest array is finite; the rest of it is made."""
     tx = replicas_of(optax.sgd(1e30), "ring", combine)
@@ -168,7 +168,7 @@ def test_single_numbers_that_overflow_are_left_out(combine):
     got, state = tx.step(params, tx.init(params), grads, 0)
     step = jax.tree.map(lambda x: np.full(x.shape, -1.0, np.float32), params)
     step["kernel"][1, 0, 2] = 0.0
-    if combine == "with":
+    if combine == "awc":
         wanted = jax.tree.map(np.add, dense(schedule, 0, params), step)
     else:
         wanted = dense(schedule, 0, jax.tree.map(np.add, params, step))
@@ -200,7 +200,7 @@ def test_failing_counts_in_a_row():
     assert state.skipped.dtype == state.failing.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("combine", ["with", "then"])
+@pytest.mark.parametrize("combine", ["awc", "atc"])
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
 def test_bad_parameters_recover_from_neighbours(combine, value):
     """In round 0 replica i hears i - 1. Replica 1 is bad: it becomes 0's, and 2 keeps its own."""
@@ -215,7 +215,7 @@ def test_bad_parameters_recover_from_neighbours(combine, value):
     x = {k: np.asarray(leaf) for k, leaf in clean.items()}
     for leaf in x:
         own, step = x[leaf], -0.1 * x[leaf]
-        if combine == "with":
+        if combine == "awc":
             wanted = [
                 (own[0] + own[3]) / 2 + step[0],
                 own[0],  # the sender's, without an update
@@ -232,8 +232,8 @@ def test_bad_parameters_recover_from_neighbours(combine, value):
     grads = jax.tree.map(lambda x: 0.2 * x, got)
     again, new_state = tx.step(got, new_state, grads, 1)
     new = jax.tree.map(lambda x: 0.9 * x, got)
-    mixed = dense(schedule, 1, got if combine == "with" else new)
-    if combine == "with":
+    mixed = dense(schedule, 1, got if combine == "awc" else new)
+    if combine == "awc":
         mixed = jax.tree.map(lambda mixed, x: mixed - 0.1 * x, mixed, got)
     assert_close(again, mixed)
     assert new_state.skipped.tolist() == [0, 1, 0, 0]
@@ -361,7 +361,7 @@ def test_drop_window(after):
 
 
 def test_drop_window_leaves_adam():
-    """`optimizer.window` of a config means nothing to Adam, whose count goes with its moments."""
+    """`optimizer.accum_steps` means nothing to Adam, whose count goes with its moments."""
     state = optim.accum_adamw(0.1, accum_steps=1).init(jnp.ones(3))
     state = (state[0]._replace(count=jnp.int32(7)), *state[1:])
     assert optim.drop_window(state, 4)[0].count == 7

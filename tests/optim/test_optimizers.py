@@ -25,7 +25,7 @@ def learning_rate(step):
 
 
 def schedule_of(name):
-    return topology.make(name, N, local_size=4)
+    return topology.make(name, N, replicas_per_node=4)
 
 
 OPTIMIZERS = {
@@ -206,13 +206,13 @@ def test_in_a_chain(x64):
     """Before it gradients are clipped, inside it updates; ``round`` finds its way through."""
     schedule, inner = schedule_of("one_peer_exp"), OPTIMIZERS["accum_adamw"]
     clip, txs = optax.clip_by_global_norm(0.7), {}
-    for combine in ("with", "then"):
+    for combine in ("awc", "atc"):
         plain = optim.decentralized(inner, schedule, combine)
         txs["outside", combine] = optax.chain(clip, plain)
         txs["inside", combine] = optim.decentralized(optax.chain(clip, inner), schedule, combine)
         txs["plain", combine] = plain
     got, _ = trajectories(txs, schedule)
-    for combine in ("with", "then"):
+    for combine in ("awc", "atc"):
         assert_close(got["outside", combine], got["inside", combine])
         gap = got["outside", combine]["bias"] - got["plain", combine]["bias"]
         assert abs(gap).max() > 1e-2
@@ -346,7 +346,7 @@ def test_state_keeps_its_structure_and_dtypes(name, dtype):
     txs = {
         (key, combine): optim.decentralized(inner, schedule, combine)
         for key, inner in OPTIMIZERS.items()
-        for combine in ("with", "then")
+        for combine in ("awc", "atc")
     }
     tx, params = harness.together(txs), dict.fromkeys(txs, own)
     state = jax.eval_shape(jax.vmap(tx.init), params)

@@ -119,8 +119,8 @@ def test_sparseloco_is_the_recursion():
 
 
 def test_sparseloco_needs_an_identical_start():
-    with refuses("sparseloco", "identical_start=True"):
-        optim.sparseloco(SGD, topology.make("complete", N), identical_start=False)
+    with refuses("sparseloco", "same_init=True"):
+        optim.sparseloco(SGD, topology.make("complete", N), same_init=False)
 
 
 @pytest.mark.parametrize("bits", [2, 32])

@@ -96,10 +96,10 @@ def in_bulk(groups, given, form="vmap", **options):
 
 def in_order(listed, given, combine):
     x0, a, b = given
-    return swarm(x0, listed, lambda i, x, k: a[i] * (x - b[k, i]), RATE, blocking=combine == "then")
+    return swarm(x0, listed, lambda i, x, k: a[i] * (x - b[k, i]), RATE, blocking=combine == "atc")
 
 
-@pytest.mark.parametrize(("combine", "degree"), [("then", None), ("with", 3)])
+@pytest.mark.parametrize(("combine", "degree"), [("atc", None), ("awc", 3)])
 def test_bulk_is_the_list_of_interactions(combine, degree):
     """Geometric local steps: replicas take different numbers, on a graph of degree 3 too."""
     listed = interactions(N, 24, degree=degree, local_steps=3, geometric=True, seed=1)
@@ -115,8 +115,8 @@ def test_devices_are_the_list_of_interactions():
     """Among them rounds in which replicas are idle."""
     listed = interactions(N, 4, local_steps=2, geometric=True, seed=5)
     given = problem(1)
-    x, _ = in_bulk(in_rounds(listed), given, "devices", combine="with")
-    wanted, _ = in_order(listed, given, combine="with")
+    x, _ = in_bulk(in_rounds(listed), given, "devices", combine="awc")
+    wanted, _ = in_order(listed, given, combine="awc")
     np.testing.assert_allclose(x, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -156,7 +156,7 @@ def matched_at_random(tx, gradient, x, data, seed):
 # --- quantised messages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combine", ["then", "with"])
+@pytest.mark.parametrize("combine", ["atc", "awc"])
 def test_quantised_meetings_keep_the_mean_and_agree(combine):
     """No gradients, from far apart: failed meetings widen the lattice until messages are read."""
     schedule = topology.make("hypercube", N)
@@ -175,7 +175,7 @@ def test_quantised_meetings_keep_the_mean_and_agree(combine):
 
 def test_failed_meetings_change_nobody():
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(optax.sgd(0.0), schedule, combine="then", distance=1e-6, bits=8)
+    tx = optim.swarm(optax.sgd(0.0), schedule, combine="atc", distance=1e-6, bits=8)
     x = jnp.asarray(np.random.default_rng(4).normal(size=(N, D)))
     state = jax.vmap(tx.init)(x)
     step = harness.on_stack(harness.step_of(tx, lambda x: 0 * x, 0), "vmap", N)
@@ -194,7 +194,7 @@ def test_the_lattice_follows_replicas_that_differ():
     data = jax.tree.map(lambda rows: jnp.tile(rows, (steps, 1, 1)), (a, b))
     txs = {
         (combine, bits): optim.swarm(optax.sgd(0.1), schedule, combine=combine, bits=bits)
-        for combine in ("then", "with")
+        for combine in ("atc", "awc")
         for bits in (8, 32)
     }
 
@@ -204,5 +204,5 @@ def test_the_lattice_follows_replicas_that_differ():
     x = dict.fromkeys(txs, jnp.tile(jnp.arange(10.0), (N, 1)))
     history = matched_at_random(harness.together(txs), gradient, x, data, seed=0)
     far = {key: np.max(np.abs(x[200:] - 14 / 3)) for key, x in history.items()}
-    for combine in ("then", "with"):
+    for combine in ("atc", "awc"):
         assert far[combine, 8] < 1.6 * far[combine, 32]

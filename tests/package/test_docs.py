@@ -190,14 +190,14 @@ COMPARED = (
 
 def of_size(name, n):
     try:
-        return topology.make(name, n, local_size=4)
+        return topology.make(name, n, replicas_per_node=4)
     except ValueError:
         return None
 
 
 def summary_row(name):
     schedule = of_size(name, 24)
-    numbers, by_node = schedule.summary(), schedule.bytes_sent(1, local_size=4)
+    numbers, by_node = schedule.summary(), schedule.bytes_sent(1, replicas_per_node=4)
     cells = [f"{numbers['models_sent']:.3g}", f"{by_node:.3g}", f"{numbers['spectral_gap']:.3f}"]
     cells = [numbers["period"], numbers["degree"], *cells, f"{numbers['consensus_rate']:.3f}"]
     return f"| `{name}` | {' | '.join(map(str, cells))} | {numbers['exact_after'] or ''} |"
@@ -227,11 +227,11 @@ def test_the_table_of_names_has_every_schedule_with_its_parameters():
     for name, written in rows.items():
         values = dict(part.partition("=")[::2] for part in written.split(", ") if part)
         builder = getattr(graphs, name, None) or getattr(module, name)
-        parameters = {*inspect.signature(builder).parameters} - {"n", "local_size"}
+        parameters = {*inspect.signature(builder).parameters} - {"n", "replicas_per_node"}
         assert values.keys() == parameters, name
         given = ", ".join(f"{k}={v}" for k, v in values.items() if v and v != "...")
         made, default = (
-            [rnd.matrix for rnd in topology.make(written, 8, local_size=4).rounds]
+            [rnd.matrix for rnd in topology.make(written, 8, replicas_per_node=4).rounds]
             for written in (f"{name}({given})", name)
         )
         np.testing.assert_array_equal(made, default, name)

@@ -1,6 +1,10 @@
 """Methods, topologies, optimizers and tasks from outside the package."""
 
+import dataclasses
 import json
+import sys
+import types
+from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -60,21 +64,30 @@ def config():
     return config_lib.default_config()
 
 
-def test_a_room_that_trains_in_another_way_may_be_deleted(monkeypatch):
-    """With its fields; the others train as before."""
-    there = {"pipeline.stages": "decent_jax.pipelines"}
-    monkeypatch.setattr(config_lib, "TRAINERS", {"peers.use": "decent_jax.deleted"} | there)
-    config = tiny.waves()
-    assert "peers" not in config and "pipeline" in config
+def test_a_package_registers_a_trainer_by_an_entry_point(monkeypatch):
+    """With fields of its own; the others train as before."""
+    module = types.SimpleNamespace(
+        FIELDS={"mine.speed": Field(3, "of mine")}, check=lambda config: 7
+    )
+    monkeypatch.setitem(sys.modules, "my_trainer", module)
+    point = EntryPoint("mine", "my_trainer", "decent_jax.trainers")
+    monkeypatch.setitem(config_lib.TRAINERS, "mine", point)
+    choices = (*config_lib.FIELDS["trainer"].choices, "mine")
+    field = dataclasses.replace(config_lib.FIELDS["trainer"], choices=choices)
+    monkeypatch.setitem(config_lib.FIELDS, "trainer", field)
+    config = tiny.waves(trainer="mine", mine={"speed": 4})
+    assert config_lib.trainer_of(config).check(config) == 7
+    config.trainer = "synchronous"
     config_lib.validate(config)
-    assert config_lib.trainer_of(config).__name__ == config_lib.SYNCHRONOUS
+    with refused("trainer", "thine"):
+        config_lib.validate(tiny.waves(trainer="thine"))
 
 
 def test_a_topology_from_outside(registered, monkeypatch):
     schedule = topology.make("every_other(step=3)", 4)
     assert schedule.name == "every_other(step=3)"
     np.testing.assert_array_equal(schedule.matrix(0)[0], [0.5, 0.5, 0, 0])
-    assert topology.make("hierarchical(complete, every_other)", 8, local_size=2).period == 1
+    assert topology.make("hierarchical(complete, every_other)", 8, replicas_per_node=2).period == 1
     with refuses("every_other", "rows", "step"):
         topology.make("every_other(rows=2)", 4)
     with refuses("ring"):

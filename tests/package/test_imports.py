@@ -48,23 +48,23 @@ COMMAND_FILES = {
 # The most lines of code of each room, without blanks, comments and docstrings. Who raises a number
 # says in the commit what needs the lines.
 MOST_LINES = {
-    "topology": 786,
+    "topology": 791,
     "gossip": 856,
     "replicas": 194,
-    "optim": 1284,
+    "optim": 1288,
     "models": 1320,
     "data": 3464,
     "tasks": 1027,
-    "train": 3700,
+    "train": 3709,
     "cpu": 286,
     "cluster": 1258,
-    "planner": 2325,
+    "planner": 2333,
     "actors": 190,
     "peers": 1916,
     "pipelines": 1083,
     "plan": 157,
     "plots": 694,
-    "commands": 718,
+    "commands": 719,
     "ground": 1128,
     "__init__": 13,
 }

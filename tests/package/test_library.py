@@ -221,7 +221,7 @@ def test_empty_arrays_are_mixed_like_others():
 
     def mix(tree):
         key = jax.random.key(0)
-        made = [(topology.make(name, 4, local_size=2), codec) for name, codec in cases]
+        made = [(topology.make(name, 4, replicas_per_node=2), codec) for name, codec in cases]
         return [gossip.mix(tree, each, 0, codec=codec, key=key) for each, codec in made]
 
     def both(tree):
@@ -240,7 +240,7 @@ def test_empty_arrays_are_mixed_like_others():
     np.testing.assert_allclose(distance, np.sqrt(10), rtol=1e-6)
 
 
-def run_alone(inner, extra, combine="then"):
+def run_alone(inner, extra, combine="atc"):
     """Where 30 steps on a quadratic with its minimum at 3 end; four replicas, all alike."""
     tx = optim.decentralized(inner, topology.make("complete", 4), combine)
 
@@ -324,7 +324,7 @@ def test_a_state_of_optax_goes_on_in_gossip():
 def test_several_mesh_axes_count_as_one(users_hlo):
     """All kinds of rounds, with the same numbers and messages as over one axis of 8 devices."""
     names = ("one_peer_exp", "complete", "hierarchical(complete, ring)")
-    schedules = [topology.make(name, N, local_size=2) for name in names]
+    schedules = [topology.make(name, N, replicas_per_node=2) for name in names]
     x = np.random.default_rng(0).normal(size=(N, 6)).astype(np.float32)
 
     def run(mesh, axes):

@@ -21,7 +21,7 @@ from decent_jax import train
 
 def get_config():
     config = train.default_config("points.task")
-    config.peers.use = True
+    config.trainer = "peers"
     config.algorithm = "swarm"
     config.optimizer.name = "adam"
     config.num_replicas = 2
@@ -203,7 +203,7 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
 
 def test_no_ray_is_one_sentence(monkeypatch):
     config = train.default_config()
-    config.peers.use, config.algorithm, config.data.path = True, "swarm", "stdlib"
+    config.trainer, config.algorithm, config.data.path = "peers", "swarm", "stdlib"
     find = extras.importlib.util.find_spec
     monkeypatch.setattr(
         extras.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name)

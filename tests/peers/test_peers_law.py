@@ -34,7 +34,7 @@ class InProcess:
     def __init__(self, place, experiment, steps, clock=time.monotonic):
         n = place.config["num_replicas"]
         self.place, self.experiment = place, experiment
-        self.meetings = Meetings(place.name, Format(place.config["peers"]["wire"]), 1e9)
+        self.meetings = Meetings(place.name, Format(place.config["peers"]["codec"]), 1e9)
         self.pulse = Pulse(n, steps)
         self.jobs = queue.SimpleQueue()
         self.asks, self.now = 0, 0.0
@@ -99,7 +99,7 @@ def meeting(asker, answerer):
 
 def config_of(form="float32", steps=8, algorithm="swarm"):
     config = train.default_config("noise")
-    config.peers.use, config.peers.wire = True, form
+    config.trainer, config.peers.codec = "peers", form
     config.algorithm, config.optimizer.name, config.optimizer.momentum = algorithm, "sgd", 0.0
     config.num_replicas, config.batch_size = len(PACES), BATCH * len(PACES)
     config.steps, config.learning_rate, config.mix_every = steps, RATE, 2

@@ -11,7 +11,6 @@ import tiny
 from damage import cut_short, flip_bits
 from networks import assert_close
 from pipeline_threads import Threads
-from refusals import refused
 from test_pipelines import config_of, flat
 
 from decent_jax.ground.errors import CheckpointError, TrainingFailed
@@ -142,7 +141,7 @@ def test_a_run_ends_with_a_sample_of_its_last_model(run, tiny_data, tmp_path, mo
         monkeypatch.setattr(experiment.task, "demonstrate", show)
         saver = SimpleNamespace(evaluated={}, best=2.5)
         ended = Pipelines(experiment, work, counts, None).finish(1, saver, Clock())
-    about = {"layers": [1, 1], "order": "1f1b", "micro_batches": 2, "wire": "float32"}
+    about = {"layers": [1, 1], "order": "1f1b", "micro_batches": 2, "codec": "float32"}
     assert ended["steps"] == 1
     assert ended["pipeline"] == about | {"bytes_between_stages_per_step": 8 * 8 * 16 * 4}
     assert_close(flat(shown[0]), {name: x.mean(0) for name, x in after[1].items()}, rtol=1e-6)
@@ -195,12 +194,3 @@ def test_a_checkpoint_that_a_stage_has_not_written_does_not_count(run, made, tmp
         with pytest.raises(CheckpointError, match="step 9"):
             shutil.rmtree(folder / "checkpoints" / "3")
             checkpoints_of(threads, folder).newest(print)
-
-
-def test_a_run_of_stages_and_one_without_are_kept_apart(run, made, tmp_path):
-    folder = shutil.copytree(run[0], tmp_path / "run")
-    with refused("pipeline.stages", 0):
-        checkpoint.Checkpointer(folder, 1).restore_newest(None, None, 1)
-    (folder / "checkpoints" / "3" / "stage-0").rename(folder / "checkpoints" / "3" / "state")
-    with made(1) as threads, refused("pipeline.stages"):
-        checkpoints_of(threads, folder)

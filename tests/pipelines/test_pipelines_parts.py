@@ -64,12 +64,12 @@ def test_messages_keep_their_order_and_a_stranger_sends_none(box):
 def test_rounded_activations_give_nearly_the_same_gradient(tiny_data, tmp_path):
     """A step of plain SGD, relative to its norm; int8 rounds to 1/127 of a row's largest."""
 
-    def parameters(stages, wire):
+    def parameters(stages, codec):
         model = {"layers": 2, "dropout": 0.0}
         config = config_of(tiny_data, stages, 2, algorithm="decentralized_sgd", model=model)
         config.update(num_replicas=1, mix_every=config.steps)
         config.optimizer.update(momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-        config.pipeline.wire = wire
+        config.pipeline.codec = codec
         with Threads(config, tmp_path) as threads:
             before = threads.params()
             threads.train(0, 1)
@@ -77,9 +77,9 @@ def test_rounded_activations_give_nearly_the_same_gradient(tiny_data, tmp_path):
         return np.concatenate([(after[k] - before[k]).ravel() for k in sorted(before)])
 
     exact = parameters(1, "float32")
-    for wire, bound in (("bfloat16", 0.02), ("int8", 0.06)):
-        error = np.linalg.norm(parameters(2, wire) - exact) / np.linalg.norm(exact)
-        assert 1e-4 < error < bound, wire
+    for codec, bound in (("bfloat16", 0.02), ("int8", 0.06)):
+        error = np.linalg.norm(parameters(2, codec) - exact) / np.linalg.norm(exact)
+        assert 1e-4 < error < bound, codec
 
 
 # --- Refusals -------------------------------------------------------------------------------------
@@ -89,17 +89,21 @@ def test_a_plan_of_another_number_of_stages_is_refused(tiny_data, tmp_path):
     names = tuple(f"host{k}/0" for k in range(6))
     Plan(names, topology.make("one_peer_exp", 2), stages=3).save(tmp_path / "plan.json")
     config = tiny.config(tiny_data, num_replicas=2, batch_size=16, model={"layers": 2})
-    config.pipeline.stages, config.cluster.plan = 2, str(tmp_path / "plan.json")
+    config.trainer, config.pipeline.stages, config.cluster.plan = (
+        "pipelines",
+        2,
+        str(tmp_path / "plan.json"),
+    )
     with refused("cluster.plan", ANY):
         train.validate(config)
 
 
-@pytest.mark.parametrize("wire", codecs.NAMED)
-def test_every_format_of_activations_has_a_size(wire, tiny_data):
+@pytest.mark.parametrize("codec", codecs.NAMED)
+def test_every_format_of_activations_has_a_size(codec, tiny_data):
     config = config_of(tiny_data, 2)
-    config.pipeline.wire = wire
+    config.pipeline.codec = codec
     rows, width = 8 * 32, 16
-    bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[wire]
+    bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[codec]
     found = part.bytes_between_stages(config, SimpleNamespace(context=32, width=width))
     assert rows * width * bits // 8 <= found <= rows * (width * bits // 8 + 4)
 

@@ -13,7 +13,7 @@ HOSTS = tuple(f"host{i // 4}/{i % 4}" for i in range(8))
 
 
 @pytest.mark.parametrize(
-    ("name", "local_size"),
+    ("name", "replicas_per_node"),
     [
         ("one_peer_exp", 1),
         ("complete", 1),
@@ -22,8 +22,8 @@ HOSTS = tuple(f"host{i // 4}/{i % 4}" for i in range(8))
         ("hierarchical(ring, one_peer_exp)", 4),  # no groups that average first
     ],
 )
-def test_plans_are_read_back_as_they_were(tmp_path, name, local_size):
-    schedule = topology.make(name, 8, local_size=local_size)
+def test_plans_are_read_back_as_they_were(tmp_path, name, replicas_per_node):
+    schedule = topology.make(name, 8, replicas_per_node=replicas_per_node)
     path = tmp_path / "plan.json"
     expected = {"step_time_s": 0.25, "why": "fast links"}
     plan_file.Plan(HOSTS, schedule, mix_every=2, expected=expected).save(path)
@@ -82,8 +82,8 @@ def test_a_plan_for_another_cluster_is_refused(devices, named):
         ({"format": "decent_jax.plan/0"}, "format"),
         ({"devices": list(HOSTS[:7])}, "hypercube"),
         ({"devices": [HOSTS[0]] * 8}, "device"),
-        ({"schedule": {"name": "starfish", "local_size": 1}}, "starfish"),
-        ({"schedule": {"name": "ring"}}, "local_size"),
+        ({"schedule": {"name": "starfish", "replicas_per_node": 1}}, "starfish"),
+        ({"schedule": {"name": "ring"}}, "replicas_per_node"),
         ({"schedule": None}, "is not a plan"),
         ({"mix_every": 0}, "mix_every"),
         ({"stages": 0}, "is not a plan"),

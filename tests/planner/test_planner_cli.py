@@ -116,7 +116,7 @@ def test_train_takes_what_is_recommended_for_a_config_and_its_plan(capsys, tmp_p
     _, out, _ = run(
         capsys,
         *("recommend", "--network", tmp_path / "network.json", "--config", name),
-        *("--compute_s", 1e-9, "--wires", "int8,float32", "--mix_every", "1,2", *HURRY),
+        *("--compute_s", 1e-9, "--codecs", "int8,float32", "--mix_every", "1,2", *HURRY),
         *("--schedules", "complete,bidirectional_ring,hierarchical,random_matching"),
         *("--plan", path),
     )
@@ -164,14 +164,14 @@ def two_sites(tmp_path):
 def test_recommend_prints_and_writes_what_is_recommended(capsys, tmp_path):
     """The plan names every device once, in an order that makes the step no longer."""
     path, whole, work = tmp_path / "plan.json", two_sites(tmp_path), work_of(500e6, 2)
-    names, wires = ["one_peer_exp", "bidirectional_ring"], ["float32", "int8"]
+    names, codecs = ["one_peer_exp", "bidirectional_ring"], ["float32", "int8"]
     out = works(
         capsys,
         *("recommend", "--network", tmp_path / "network.json", "--parameters", "500e6"),
-        *("--compute_s", 2, "--schedules", ",".join(names), "--wires", ",".join(wires)),
+        *("--compute_s", 2, "--schedules", ",".join(names), "--codecs", ",".join(codecs)),
         *("--mix_every", "1,3", "--plan", path, *HURRY),
     )
-    found = recommend.choices(whole, work, schedules=names, wires=wires, mix_every=(1, 3))
+    found = recommend.choices(whole, work, schedules=names, codecs=codecs, mix_every=(1, 3))
     best, gossip = found[0], found[0].algorithm
     assert len(found) == 9
     parts = recommend.explain(found), recommend.format_table(found), "In the config:\n"
@@ -296,7 +296,7 @@ def test_planning_does_not_import_jax():
         (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s"),
         (["predict", *TWO, *MODEL, "--trace", "x"], "--trace"),
         (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "dtfm_case1"),
-        (["recommend", *TWO, *MODEL, "--wires", "int3"], "--wires"),
+        (["recommend", *TWO, *MODEL, "--codecs", "int3"], "--codecs"),
         (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
         (["recommend", *TWO, *MODEL, "--plan", "nowhere/plan.json"], "nowhere"),
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "hypercube"),

@@ -151,13 +151,13 @@ def test_an_all_reduce_that_does_not_exist_is_refused(sizes, name):
 )
 def test_rounds_of_named_schedules_counted_by_hand(name, seconds):
     """16 replicas, nodes of 4, 1 GB: as many seconds as models share a card."""
-    schedule = topology.make(name, 16, local_size=4)
+    schedule = topology.make(name, 16, replicas_per_node=4)
     found = [costs.round_s(cluster(4, 4), schedule, r, MODEL) for r in range(schedule.period)]
     np.testing.assert_allclose(found, seconds, rtol=0.02)
 
 
 def test_alternating_exp_ring_sends_a_model_a_node_when_hierarchical_and_four_when_plain():
-    schedule = topology.make("alternating_exp_ring", 16, local_size=4)
+    schedule = topology.make("alternating_exp_ring", 16, replicas_per_node=4)
     for r in range(schedule.period):
         hierarchical = costs.round_s(cluster(4, 4), schedule, r, MODEL)
         plain = costs.round_s(cluster(4, 4), schedule, r, MODEL, "plain")
@@ -165,7 +165,7 @@ def test_alternating_exp_ring_sends_a_model_a_node_when_hierarchical_and_four_wh
         assert hierarchical == pytest.approx(1.0, rel=0.03)
         assert plain == pytest.approx(4.0, rel=0.03)
         assert merged == pytest.approx(1.0, rel=0.03)  # a tree over two nodes
-    pairs = topology.make("alternating_exp_ring", 16, local_size=2)
+    pairs = topology.make("alternating_exp_ring", 16, replicas_per_node=2)
     plain = costs.round_s(cluster(4, 4), pairs, pairs.period - 1, MODEL, "plain")
     assert plain == pytest.approx(MODEL / 2 * 1e-11 + 2.0, rel=1e-4)  # a mean, and two models
 

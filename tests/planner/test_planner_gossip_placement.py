@@ -101,7 +101,7 @@ CARDS = networks.cluster([4, 1, 1], networks.PCIE, networks.ETHERNET_25G)
     [
         (shuffled(SIX, 1), topology.make("one_peer_exp", 6), 600),
         (uneven(6, 1), topology.make("ring", 6), 600),
-        (shuffled(FOUR, 2), topology.make("alternating_exp_ring", 4, local_size=2), 60),
+        (shuffled(FOUR, 2), topology.make("alternating_exp_ring", 4, replicas_per_node=2), 60),
         (ODD, topology.make("bidirectional_ring", 7), 600),
         (shuffled(CARDS, 3), topology.make("one_peer_exp", 6), 600),
         (uneven(5, 0), topology.make("complete", 5), 3),  # a ring of all devices has an order too
@@ -121,7 +121,7 @@ def test_whole_groups_are_put_in_the_best_of_all_orders():
     counts = {"Oregon": 2, "Tokyo": 2, "London": 2, "Ohio": 2, "Sydney": 2}
     network, schedule = (
         networks.regions(counts),
-        topology.make("hierarchical(complete, one_peer_exp)", 10, local_size=2),
+        topology.make("hierarchical(complete, one_peer_exp)", 10, replicas_per_node=2),
     )
     best = min(
         exact(network, schedule, [d for region in regions for d in (2 * region, 2 * region + 1)])

@@ -50,7 +50,7 @@ def test_all_reduce_is_given_its_best_bucket_size():
 
 
 @pytest.mark.parametrize(
-    "name, n, local_size, m",
+    "name, n, replicas_per_node, m",
     [
         ("complete", 8, 1, 1.0),
         ("one_peer_exp", 8, 1, 3.0),
@@ -63,14 +63,14 @@ def test_all_reduce_is_given_its_best_bucket_size():
         ("alternating_exp_ring", 8, 4, 2.0),
     ],
 )
-def test_steps_per_averaging(name, n, local_size, m):
-    schedule = topology.make(name, n, local_size=local_size)
+def test_steps_per_averaging(name, n, replicas_per_node, m):
+    schedule = topology.make(name, n, replicas_per_node=replicas_per_node)
     assert recommend.steps_per_averaging(schedule) == pytest.approx(m, rel=1e-4)
 
 
 def test_the_recommendation_is_the_fastest_step_and_of_equals_the_one_that_agrees_soonest():
-    whole, wires = cluster(4, 4), ("float32", "int8")
-    found = recommend.choices(whole, workload(100e6), mix_every=(1, 2), wires=wires)
+    whole, tried = cluster(4, 4), ("float32", "int8")
+    found = recommend.choices(whole, workload(100e6), mix_every=(1, 2), codecs=tried)
     labels = [choice.prediction.label for choice in found]
     assert {"alternating_exp_ring, every 2 steps", "complete, every 2 steps, int8"} < {*labels}
     assert len({*labels}) == len(labels)
@@ -82,7 +82,7 @@ def test_the_recommendation_is_the_fastest_step_and_of_equals_the_one_that_agree
 
 
 def test_a_choice_says_what_it_sends_and_how_soon_replicas_agree():
-    every = {"mix_every": (1, 2), "wires": ("float32", "int8")}
+    every = {"mix_every": (1, 2), "codecs": ("float32", "int8")}
     found = recommend.choices(cluster(8, 1), workload(1e6), schedules=["one_peer_exp"], **every)
     by_label = {one.prediction.label: (one.sent_bytes, one.averaging_steps) for one in found}
     coded = 1e6 * (1 / 4 + 1 / 768)
@@ -107,29 +107,29 @@ def test_fast_networks_get_all_reduce_and_slow_ones_gossip():
 @pytest.mark.parametrize("name", topology.NAMES)
 def test_the_planner_codes_what_gossip_codes(name):
     """They must agree on every schedule."""
-    schedule = topology.make(name, 8, local_size=4)
-    for wire, codec in codecs.NAMED.items():
+    schedule = topology.make(name, 8, replicas_per_node=4)
+    for codec in codecs.NAMED:
         try:
-            optim.decentralized(optax.sgd(0.1), schedule, codec=codec)
+            optim.decentralized(optax.sgd(0.1), schedule, codec=codecs.NAMED[codec])
         except ValueError:
-            assert wire != "float32" and not runtime.codes(schedule, wire)
-            with refuses(name, wire):
-                Gossip(schedule, wire=wire)
+            assert codec != "float32" and not runtime.codes(schedule, codec)
+            with refuses(name, codec):
+                Gossip(schedule, codec=codec)
         else:
-            assert Gossip(schedule, wire=wire).wire == wire
-    assert tuple(codecs.NAMED) == runtime.WIRES
+            assert Gossip(schedule, codec=codec).codec == codec
+    assert tuple(codecs.NAMED) == runtime.CODECS
 
 
 def test_a_compressed_wire_takes_its_share_of_the_time():
     whole, schedule = cluster(8, 1), topology.make("one_peer_exp", 8)
     step = {
-        wire: simulate(whole, workload(1e9), Gossip(schedule, wire=wire), steps=3).step_s - 0.003
-        for wire in ("float32", "bfloat16", "int8")
+        codec: simulate(whole, workload(1e9), Gossip(schedule, codec=codec), steps=3).step_s - 0.003
+        for codec in ("float32", "bfloat16", "int8")
     }
     assert step["bfloat16"] == pytest.approx(step["float32"] / 2, rel=1e-3)
     assert step["int8"] == pytest.approx(step["float32"] * (1 / 4 + 1 / 768), rel=1e-3)
     # A mean of coded messages: 7 permutes of chunks to their owners, and an all-gather.
-    coded = predict.step_s(whole, workload(1e9), Gossip(topology.make("complete", 8), wire="int8"))
+    coded = predict.step_s(whole, workload(1e9), Gossip(topology.make("complete", 8), codec="int8"))
     each = 1e-4 + 1e9 * (1 / 4 + 1 / 768) / 8 / 1e9
     assert coded - 0.003 == pytest.approx(14 * each, rel=1e-3)
 
@@ -144,7 +144,7 @@ def test_a_message_has_the_bytes_that_gossip_sends(preset):
     shapes = [leaf.shape for leaf in jax.tree.leaves(decoders.shapes(model))]
     work = dataclasses.replace(workload(4.0 * parameters), row_length=parameters / rows)
     assert embedding == 512 * model.width
-    for name in runtime.WIRES:
+    for name in runtime.CODECS:
         sent = sum(codecs.bytes_sent(codecs.NAMED[name], shape) for shape in shapes)
         assert work.share(name) * work.model_bytes == pytest.approx(sent, rel=1e-12)
 

@@ -149,7 +149,7 @@ def transcribed(durations, groups, forward, backward, update, parts, steps):
 )
 def test_gossip_simulated_is_the_recursion_transcribed(name, parts, model_bytes):
     whole = cluster(2, 4)
-    schedule = topology.make(name, 8, local_size=4)
+    schedule = topology.make(name, 8, replicas_per_node=4)
     varying = workload(model_bytes, LogNormal(0.3))
     bucket_bytes = math.inf if parts == 1 else model_bytes / parts
     algorithm = Gossip(schedule, execution="all_reduce", bucket_bytes=bucket_bytes)
@@ -181,7 +181,7 @@ def test_gossip_of_equal_replicas_has_a_closed_form(model_bytes, mix_every):
 def test_then_exposes_what_with_hides():
     whole, schedule = cluster(8, 1), topology.make("one_peer_exp", 8)
     seconds = costs.round_s(whole, schedule, 0, 60e6)
-    then = Gossip(schedule, combine="then")
+    then = Gossip(schedule, combine="atc")
     assert simulate(whole, workload(60e6), then).step_s == pytest.approx(0.123 + seconds)
 
 

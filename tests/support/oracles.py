@@ -45,8 +45,8 @@ def mix(W, x):
 
 
 def _combine(W, x, update, combine):
-    """W x - update ("with") or W (x - update) ("then")."""
-    if combine == "with":
+    """W x - update ("awc") or W (x - update) ("atc")."""
+    if combine == "awc":
         return mix(W, x) - update
     return mix(W, x - update)
 
@@ -93,10 +93,10 @@ def hypercube(n):
 # Gossip of parameters.
 
 
-def dpsgd(x, combine="then", gamma=1.0):
+def dpsgd(x, combine="atc", gamma=1.0):
     """D-PSGD (Lian et al. 2017).
 
-    With M_t = (1 - gamma) I + gamma W_t: x+ = M x - lr g ("with") or x+ = M (x - lr g) ("then").
+    With M_t = (1 - gamma) I + gamma W_t: x+ = M x - lr g ("awc") or x+ = M (x - lr g) ("atc").
     Local SGD is this with J every H steps and nothing between, Gossip-PGA with W between.
     """
     while True:
@@ -106,7 +106,7 @@ def dpsgd(x, combine="then", gamma=1.0):
         x = _combine(W, x, lr * g, combine)
 
 
-def dmsgd(x, momentum=0.9, combine="then"):
+def dmsgd(x, momentum=0.9, combine="atc"):
     """Local heavy-ball momentum: m+ = b m + g; x+ = W (x - lr m+) or W x - lr m+."""
     m = np.zeros_like(x)
     while True:
@@ -115,14 +115,14 @@ def dmsgd(x, momentum=0.9, combine="then"):
         x = _combine(W, x, lr * m, combine)
 
 
-def gossiped_momentum(x, momentum=0.9, combine="then"):
-    """Momentum is mixed too: u = b m + g, m+ = W u, x+ = W (x - lr u) ("then"); or m+ = b W m + g,
-    x+ = W x - lr m+ ("with").
+def gossiped_momentum(x, momentum=0.9, combine="atc"):
+    """Momentum is mixed too: u = b m + g, m+ = W u, x+ = W (x - lr u) ("atc"); or m+ = b W m + g,
+    x+ = W x - lr m+ ("awc").
     """
     m = np.zeros_like(x)
     while True:
         g, W, lr, _ = yield x
-        if combine == "with":
+        if combine == "awc":
             m = momentum * mix(W, m) + g
             x = mix(W, x) - lr * m
         else:
@@ -177,17 +177,17 @@ def d2(x):
         before, moved, x = x, lr * g, after
 
 
-def gradient_tracking(x, combine="with"):
+def gradient_tracking(x, combine="awc"):
     """Gradient tracking (after DIGing, Nedic et al. 2017), q following the mean of g.
 
-    "with": q_t = W_t q_{t-1} + g_t - g_{t-1}; x+ = W_t x - lr q_t. (DIGing mixes q_{t-1} by
+    "awc": q_t = W_t q_{t-1} + g_t - g_{t-1}; x+ = W_t x - lr q_t. (DIGing mixes q_{t-1} by
     W_{t-1}, which is the same where W is fixed.)
-    "then": q_t = W_t (q_{t-1} + g_t - g_{t-1}); x+ = W_t (x - lr q_t).
+    "atc": q_t = W_t (q_{t-1} + g_t - g_{t-1}); x+ = W_t (x - lr q_t).
     """
     q, before = np.zeros_like(x), np.zeros_like(x)
     while True:
         g, W, lr, _ = yield x
-        q = mix(W, q) + g - before if combine == "with" else mix(W, q + g - before)
+        q = mix(W, q) + g - before if combine == "awc" else mix(W, q + g - before)
         x = _combine(W, x, lr * q, combine)
         before = g
 
@@ -290,16 +290,16 @@ def accum_adam(
     weight_decay=0.0,
     accum_steps=1,
     decoupled=True,
-    combine="with",
+    combine="awc",
     record=None,
 ):
     """Decentralized (accumulated) Adam (Wang et al. 2025); accum_steps = 1 is Adam.
 
-    At step t = 1, 2, ..., k = ceil(t / s), y = W x ("with") or x ("then"):
+    At step t = 1, 2, ..., k = ceil(t / s), y = W x ("awc") or x ("atc"):
     L2: g <- g + wd y; AdamW: y <- (1 - lr wd) y; A <- A + g / s;
     mt = b1 m + (1 - b1) g; vt = b2 v + (1 - b2) g^2;
     y <- y - lr / (1 - b1^k) * mt / (sqrt(vt) / sqrt(1 - b2^k) + eps);
-    x+ = y ("with") or W y ("then").
+    x+ = y ("awc") or W y ("atc").
     At the end of a window, t % s == 0: m <- b1 m + (1 - b1) A; v <- b2 v + (1 - b2) A^2; A <- 0.
     Moments are never sent; wd may be one number a coordinate. The reference does not mix at its
     first step: let ``matrices(0)`` be None. ``record``, a list, receives each (m, v, A).
@@ -308,7 +308,7 @@ def accum_adam(
     while True:
         g, W, lr, t = yield x
         k = -(-(t + 1) // accum_steps)
-        y = mix(W, x) if combine == "with" else x
+        y = mix(W, x) if combine == "awc" else x
         if decoupled:
             y = (1 - lr * weight_decay) * y
         else:
@@ -317,7 +317,7 @@ def accum_adam(
         mt = b1 * m + (1 - b1) * g
         vt = b2 * v + (1 - b2) * g**2
         y = y - lr / (1 - b1**k) * mt / (np.sqrt(vt) / np.sqrt(1 - b2**k) + eps)
-        x = y if combine == "with" else mix(W, y)
+        x = y if combine == "awc" else mix(W, y)
         if (t + 1) % accum_steps == 0:
             m = b1 * m + (1 - b1) * A
             v = b2 * v + (1 - b2) * A**2

@@ -58,7 +58,7 @@ def _with_settings(result, changes):
     result.batch_size = 8
     result.steps = 12
     result.learning_rate = 1e-2
-    result.optimizer.window = 3
+    result.optimizer.accum_steps = 3
     result.lr_schedule.update(name="constant", warmup=2)  # compiled alike for any number of steps
     result.optimizer.weight_decay = 0.1
     result.optimizer.clip_norm = 1.0

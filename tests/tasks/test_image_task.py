@@ -230,7 +230,7 @@ def test_a_run_and_mixed_statistics(algorithm, policies, tmp_path):
     for policy in policies:
         config = tiny_config(steps=1, model__batch_norm_consensus=policy, eval__batches=1)
         config.algorithm, config.schedule = algorithm, "complete"
-        config.combine = "" if algorithm == "all_reduce" else "then"
+        config.combine = "" if algorithm == "all_reduce" else "atc"
         folder = tiny.run(config, tmp_path / policy)
         statistics = [x for name, x in tiny.saved(folder, 1).items() if "model_state" in name]
         assert statistics

@@ -14,12 +14,12 @@ quick = settings(database=None, deadline=None, max_examples=60)
 
 def exists(name, n, local):
     try:
-        return bool(make(name, n, local_size=local))
+        return bool(make(name, n, replicas_per_node=local))
     except ValueError:
         return False
 
 
-# (name, n, local_size): every schedule at the sizes it exists for, and with parameters.
+# (name, n, replicas_per_node): every schedule at the sizes it exists for, and with parameters.
 CASES = [
     *((name, n, 2) for name in NAMES for n in (1, 2, 3, 4, 6, 7, 8, 16) if exists(name, n, 2)),
     *((name, n, 4) for name in ("alternating_exp_ring", "hierarchical") for n in (8, 16, 32)),
@@ -64,7 +64,7 @@ def test_repeated_rounds_are_rounds_of_their_own():
 
 @pytest.mark.parametrize(("name", "n", "local"), CASES)
 def test_rounds_are_doubly_stochastic_and_say_how_they_are_sent(name, n, local):
-    schedule = make(name, n, local_size=local)
+    schedule = make(name, n, replicas_per_node=local)
     assert (schedule.name, schedule.num_replicas) == (name, n)
     assert schedule.period == len(schedule.rounds) >= 1
     for r, one in enumerate(schedule.rounds):
@@ -90,7 +90,7 @@ def test_rounds_are_doubly_stochastic_and_say_how_they_are_sent(name, n, local):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_replica_is_the_identity(name):
     for local in (1, 2, 4):
-        schedule = make(name, 1, local_size=local)
+        schedule = make(name, 1, replicas_per_node=local)
         assert schedule.period == 1 and schedule.degree(0) == 0
         np.testing.assert_array_equal(schedule.matrix(0), [[1.0]])
         assert schedule.bytes_sent(100) == 0
@@ -117,7 +117,7 @@ def test_two_replicas_are_one_pair(name):
 )
 @quick
 def test_round_at_is_its_definition(step, every, case):
-    schedule = make(case[0], case[1], local_size=case[2])
+    schedule = make(case[0], case[1], replicas_per_node=case[2])
     got = schedule.round_at(step, every)
     if (step + 1) % every == 0:
         assert got == (step // every) % schedule.period and type(got) is int
@@ -146,7 +146,7 @@ def test_round_at_is_its_definition(step, every, case):
     ],
 )
 def test_bytes_sent(name, n, local, wanted):
-    schedule = make(name, n, local_size=local)
+    schedule = make(name, n, replicas_per_node=local)
     assert [rnd.models_sent_by_nodes() for rnd in schedule.rounds] == pytest.approx(wanted)
     assert schedule.bytes_sent(1000) == pytest.approx(1000 * np.mean(wanted))
 
@@ -167,16 +167,16 @@ def test_bytes_sent(name, n, local, wanted):
     ],
 )
 def test_bytes_sent_by_nodes(name, n, local, wanted):
-    schedule = make(name, n, local_size=local)
+    schedule = make(name, n, replicas_per_node=local)
     got = [one.models_sent_by_nodes(local) for one in schedule.rounds]
     assert got[: len(wanted)] == pytest.approx(wanted)
-    assert schedule.bytes_sent(1000, local_size=local) == pytest.approx(1000 * np.mean(got))
+    assert schedule.bytes_sent(1000, replicas_per_node=local) == pytest.approx(1000 * np.mean(got))
 
 
 @given(case=st.sampled_from(CASES))
 @quick
 def test_groups_that_send_are_the_round_of_their_means(case):
-    for one in make(case[0], case[1], local_size=case[2]).rounds:
+    for one in make(case[0], case[1], replicas_per_node=case[2]).rounds:
         between = one.between_groups
         if between is not None:
             g = one.group_size
@@ -199,7 +199,7 @@ def test_groups_that_send_are_the_round_of_their_means(case):
     ],
 )
 def test_cliques(name, cliques):
-    schedule = make(name, 12, local_size=4)
+    schedule = make(name, 12, replicas_per_node=4)
     assert [rnd.largest_clique for rnd in schedule.rounds] == cliques
 
 
@@ -257,7 +257,7 @@ def test_one_peer_exp_closed_form(n):
     ],
 )
 def test_published_lists(name, n, lists):
-    schedule = make(name, n, local_size=4)
+    schedule = make(name, n, replicas_per_node=4)
     got = [groups(schedule.matrix(r)) for r in range(schedule.period)]
     assert got == [group_list(text) for text in lists]
     for r, rnd in enumerate(got):  # the mean of a group, not only its members
@@ -270,7 +270,7 @@ def test_published_lists(name, n, lists):
     ("n", "local", "nodes_log"), [(8, 4, 1), (16, 4, 2), (32, 8, 2), (32, 4, 3), (64, 8, 3)]
 )
 def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log):
-    schedule = make("alternating_exp_ring", n, local_size=local)
+    schedule = make("alternating_exp_ring", n, replicas_per_node=local)
     assert schedule.period == schedule.rounds_to_consensus() == 2 * nodes_log
     one_later = product(schedule, [(r + 1) % schedule.period for r in range(schedule.period)])
     if nodes_log == 1:
@@ -283,8 +283,8 @@ def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log):
 def test_what_a_schedule_refuses():
     with refuses("ring", 3):
         make("ring", 16).rounds_to_consensus(limit=3)
-    with refuses("local_size", 0):
-        make("ring", 4).bytes_sent(1000, local_size=0)
+    with refuses("replicas_per_node", 0):
+        make("ring", 4).bytes_sent(1000, replicas_per_node=0)
     for every in (0, -1):
         with refuses("mix_every", every):
             make("ring", 4).round_at(3, mix_every=every)

@@ -240,7 +240,7 @@ def test_erdos_renyi_edges():
     ],
 )
 def test_hierarchical_is_the_kronecker_product(inner, outer, local, nodes):
-    schedule = make(f"hierarchical({inner}, {outer})", local * nodes, local_size=local)
+    schedule = make(f"hierarchical({inner}, {outer})", local * nodes, replicas_per_node=local)
     inside, across = make(inner, local), make(outer, nodes)
     assert schedule.period == np.lcm(inside.period, across.period)
     for r in range(schedule.period):
@@ -257,17 +257,17 @@ def test_hierarchical_is_the_kronecker_product(inner, outer, local, nodes):
 
 def test_hierarchical_is_few_messages():
     """A mean over the node and outer's sends, however many replicas a node holds."""
-    schedule = make("hierarchical", 32, local_size=4)
+    schedule = make("hierarchical", 32, replicas_per_node=4)
     assert (schedule.period, schedule.partial_groups, schedule.exact_after()) == (3, True, 3)
     for one in schedule.rounds:
         assert one.group_size == 4 and len(one.sends) == 1
         assert (one.sends[0].sources % 4 == np.arange(32) % 4).all()
-    whole = make("hierarchical(complete, complete)", 12, local_size=3).rounds[0]
+    whole = make("hierarchical(complete, complete)", 12, replicas_per_node=3).rounds[0]
     assert whole.group_size == 12 and not whole.sends
     # No group of consecutive replicas: (d_outer + 1)(d_inner + 1) - 1 messages.
-    mixed = make("hierarchical(one_peer_exp, complete)", 12, local_size=3).rounds[0]
+    mixed = make("hierarchical(one_peer_exp, complete)", 12, replicas_per_node=3).rounds[0]
     assert mixed.group_size == 1 and len(mixed.sends) == 4 * 2 - 1
-    pairs = make("hierarchical(base_k, one_peer_exp)", 6, local_size=3)
+    pairs = make("hierarchical(base_k, one_peer_exp)", 6, replicas_per_node=3)
     assert [len(one.sends) for one in pairs.rounds] == [3, 3, 3]
     idle = pairs.rounds[0].sends  # replica 2 of a node idles in base_k's first round
     assert sorted((send.sources[2::3] >= 0).all() for send in idle) == [False, False, True]
@@ -280,14 +280,14 @@ REFUSED = """
 exp | 8 | 1 | 'exp' complete one_peer_exp
 ring | 0 | 1 | replica 0
 complete | -3 | 1 | replica -3
-complete | 4 | 0 | local_size 0
+complete | 4 | 0 | replicas_per_node 0
 ring | 7 | 1 | ring 7 even one_peer_exp
 hypercube | 6 | 1 | hypercube 6 one_peer_exp
-alternating_exp_ring | 8 | 1 | 8 local_size 1
-alternating_exp_ring | 9 | 2 | 9 local_size 2
-alternating_exp_ring | 12 | 2 | 12 local_size 2
-alternating_exp_ring | 4 | 4 | 4 local_size
-alternating_exp_ring | 2 | 4 | 2 local_size 4
+alternating_exp_ring | 8 | 1 | 8 replicas_per_node 1
+alternating_exp_ring | 9 | 2 | 9 replicas_per_node 2
+alternating_exp_ring | 12 | 2 | 12 replicas_per_node 2
+alternating_exp_ring | 4 | 4 | 4 replicas_per_node
+alternating_exp_ring | 2 | 4 | 2 replicas_per_node 4
 base_k(max_degree=0) | 8 | 1 | base_k 8 max_degree 0
 base_k(max_degree=-2) | 8 | 1 | base_k 8 max_degree -2
 grid(rows=4) | 6 | 1 | grid 6 rows 4
@@ -309,20 +309,20 @@ random_regular(degree=3) | 9 | 1 | odd degree 3
 erdos_renyi(probability=0) | 8 | 1 | probability 0
 erdos_renyi(probability=1.01) | 8 | 1 | probability 1.01
 erdos_renyi(probability=0.01) | 30 | 1 | 100 probability 0.01
-hierarchical | 8 | 1 | local_size 1
-hierarchical | 8 | 3 | local_size 3
-hierarchical | 2 | 4 | local_size 4
+hierarchical | 8 | 1 | replicas_per_node 1
+hierarchical | 8 | 3 | replicas_per_node 3
+hierarchical | 2 | 4 | replicas_per_node 4
 hierarchical(complete, ring) | 12 | 4 | 12 ring 3 even
 hierarchical(hypercube, ring) | 12 | 6 | 12 hypercube 6
-hierarchical(hierarchical, ring) | 8 | 2 | 8 hierarchical local_size 1
+hierarchical(hierarchical, ring) | 8 | 2 | 8 hierarchical replicas_per_node 1
 """
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_a_schedule_that_does_not_exist_is_refused(row):
-    name, n, local_size, words = row.split(" | ")
+    name, n, replicas_per_node, words = row.split(" | ")
     with refuses(*words.split()):
-        make(name, int(n), local_size=int(local_size))
+        make(name, int(n), replicas_per_node=int(replicas_per_node))
 
 
 @pytest.mark.parametrize("n", [2.0, "4", None, True])

@@ -34,7 +34,7 @@ def test_powers_of_a_round_may_be_exact(k):
 
 
 def test_exact_from_another_phase():
-    ring = make("alternating_exp_ring", 16, local_size=4)
+    ring = make("alternating_exp_ring", 16, replicas_per_node=4)
     assert ring.exact_after() == 4
     later = Schedule("later", 16, ring.rounds[1:] + ring.rounds[:1])
     assert later.exact_after() == 5
@@ -62,7 +62,7 @@ def test_summary():
         "exact_after": None,
         "models_sent": 1.0,
     }
-    exact = make("alternating_exp_ring", 8, local_size=4).summary(model_bytes=100)
+    exact = make("alternating_exp_ring", 8, replicas_per_node=4).summary(model_bytes=100)
     assert (exact["degree"], exact["period"], exact["exact_after"]) == (7, 2, 2)
     assert (exact["models_sent"], exact["bytes_sent"]) == (1.625, 162.5)
 
@@ -70,7 +70,7 @@ def test_summary():
 @pytest.mark.parametrize("name", NAMES)
 def test_summary_of_every_schedule(name):
     for n in (1, 8):
-        schedule = make(name, n, local_size=4)
+        schedule = make(name, n, replicas_per_node=4)
         numbers = schedule.summary(10)
         assert numbers["bytes_sent"] == 10 * numbers["models_sent"] == schedule.bytes_sent(10)
         assert numbers["degree"] == max(schedule.degree(r) for r in range(schedule.period))
@@ -89,11 +89,11 @@ def test_summary_of_every_schedule(name):
     ("name", "n", "rounds"), [("static_exp", 1, 1), ("base_k", 25, 9), ("hierarchical", 8, 1)]
 )
 def test_plot(name, n, rounds):
-    figure = draw(make(name, n, local_size=4))
+    figure = draw(make(name, n, replicas_per_node=4))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert [title for title in titles if title] == [f"round {r}" for r in range(rounds)]
     images = [axes.images[0] for axes in figure.axes if axes.images]
-    schedule = make(name, n, local_size=4)
+    schedule = make(name, n, replicas_per_node=4)
     for r in range(rounds):
         np.testing.assert_array_equal(images[r].get_array(), schedule.matrix(r))
     assert figure.get_suptitle().startswith(f"{name}\n{n} replicas, {rounds} round")

@@ -96,9 +96,9 @@ def test_cannot_be_read(text):
     ],
 )
 def test_names_make_the_same_schedule_again(text, name):
-    schedule = make(text, 8, local_size=4)
+    schedule = make(text, 8, replicas_per_node=4)
     assert schedule.name == name
-    again = make(schedule.name, 8, local_size=4)
+    again = make(schedule.name, 8, replicas_per_node=4)
     for one, other in zip(schedule.rounds, again.rounds, strict=True):
         np.testing.assert_array_equal(one.matrix, other.matrix)
 
@@ -109,7 +109,9 @@ def test_keywords():
     assert make("erdos_renyi", 8, probability=np.float32(0.5), seed=3).name == (
         "erdos_renyi(probability=0.5, seed=3)"
     )
-    schedule = make("hierarchical", 8, local_size=2, inner="complete", outer="base_k(max_degree=3)")
+    schedule = make(
+        "hierarchical", 8, replicas_per_node=2, inner="complete", outer="base_k(max_degree=3)"
+    )
     assert schedule.name == "hierarchical(complete, base_k(max_degree=3))"
     assert make("random_regular(degree=3)", 8, seed=2).name == "random_regular(degree=3, seed=2)"
 
@@ -126,7 +128,7 @@ def test_keywords():
         ("base_k(ring)", {}, "base_k ring max_degree"),
         ("base_k(degree=2)", {}, "base_k 'degree' max_degree"),
         ("ring", {"degree": 2}, "ring 'degree' no"),
-        ("hierarchical(local_size=2)", {}, "'local_size' inner outer"),
+        ("hierarchical(replicas_per_node=2)", {}, "'replicas_per_node' inner outer"),
         ("base_k(max_degree=1.5)", {}, "base_k max_degree 1.5"),
         ("base_k(max_degree=two)", {}, "max_degree two"),
         ("base_k", {"max_degree": "2"}, "max_degree '2'"),
@@ -144,4 +146,4 @@ def test_keywords():
 @pytest.mark.parametrize("n", [1, 8])
 def test_refused_for_any_number_of_replicas(text, keywords, message, n):
     with refuses(*message.split()):
-        make(text, n, local_size=4, **keywords)
+        make(text, n, replicas_per_node=4, **keywords)

@@ -37,11 +37,15 @@ def test_a_full_disk_names_the_folder(call, tmp_path, monkeypatch):
 def test_a_flag_takes_any_spelling_of_a_bool(tiny_data, tmp_path):
     path = tiny.write_config(tmp_path / "c.py", tiny_data)
     argv = ["--config", str(path), "--workdir", "w", "--config.steps=7", "--config.seed=3"]
-    argv += ["--config.model.bias=TRUE", "--config.mesh.loop=0", "--config.eval.every=5%"]
+    argv += [
+        "--config.model.bias=TRUE",
+        "--config.mesh.sequential_replicas=0",
+        "--config.eval.every=5%",
+    ]
     argv += ["--config.data.prompt=a = b", "--config.checkpoint.every=2 epochs"]
     config, workdir = flags.parse(argv)
     assert (config.steps, config.seed, workdir) == (7, 3, "w")
-    assert (config.model.bias, config.mesh.loop) == (True, False)
+    assert (config.model.bias, config.mesh.sequential_replicas) == (True, False)
     assert (config.eval.every, config.checkpoint.every) == ("5%", "2 epochs")
     assert config.data.prompt == "a = b"
     config_lib.validate(config)
@@ -142,7 +146,7 @@ def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     # What docs/config.md has, too: meaning, bounds, and whether a resumed run may change it.
     steps = "(at least 0; a resumed run may change it)"
     assert any(line.endswith(f"  # updates of each replica {steps}") for line in shown)
-    assert any("combine" in line and "('with', 'then', '')" in line for line in shown)
+    assert any("combine" in line and "('awc', 'atc', '')" in line for line in shown)
     assert len(shown) == len(json_files.flat(train.default_config()))
     with pytest.raises(SystemExit) as left:
         main(["--help"])
@@ -203,7 +207,7 @@ def test_the_published_settings_of_resnet50():
     assert float(rate(warmup)) == pytest.approx(1.5e-3)
     assert float(rate(steps)) == pytest.approx(1e-5)
     assert config.optimizer.weight_decay == 1 / 32768
-    assert config.optimizer.window == 8 and config.model.label_smoothing == 0.1
+    assert config.optimizer.accum_steps == 8 and config.model.label_smoothing == 0.1
 
 
 def test_the_learning_rate_of_the_exponential_graph_paper():
@@ -236,7 +240,7 @@ def test_the_published_settings_of_wmt14(name, arguments, peak, betas, window):
     assert config.model.preset == ("big" if name.endswith("fr") else "base")
     assert config.learning_rate == peak
     assert (config.optimizer.b1, config.optimizer.b2) == betas
-    assert window is None or config.optimizer.window == window
+    assert window is None or config.optimizer.accum_steps == window
     rate = step_lib.learning_rate(config, config.steps, 4000, [])
     for step in (0, 1999, 3999, 99_999):  # the published formula
         factor = 0.99 * (step + 1) / 4000 + 0.01 if step < 4000 else (4000 / (step + 1)) ** 0.5

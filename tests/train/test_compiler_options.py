@@ -25,8 +25,8 @@ def no_flags(monkeypatch):
     xla.known.cache_clear()
 
 
-def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="with"):
-    schedule = topology.make(schedule, 8, local_size=2)
+def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="awc"):
+    schedule = topology.make(schedule, 8, replicas_per_node=2)
     tx = optim.decentralized(optax.sgd(0.1), schedule, combine)
     return xla.options_of_step(platform, fsdp, schedule, tx)
 
@@ -37,8 +37,8 @@ def test_xla_knows_all_of_those_that_a_platform_has():
     assert options_on("gpu") == options_on("cuda") == xla.FOR_GPUS
     assert options_on("gpu", fsdp=2) == {}
     assert options_on("gpu", schedule="alternating_exp_ring") == xla.FOR_GPUS
-    assert options_on("gpu", schedule="alternating_exp_ring", combine="then") == {}
-    assert options_on("gpu", schedule="complete", combine="then") == xla.FOR_GPUS
+    assert options_on("gpu", schedule="alternating_exp_ring", combine="atc") == {}
+    assert options_on("gpu", schedule="complete", combine="atc") == xla.FOR_GPUS
 
 
 def test_the_user_goes_first(monkeypatch):

@@ -1,6 +1,6 @@
 """What a user can get wrong in a config or on the command line, and how it is answered."""
 
-import importlib
+import importlib.util
 import os
 import shlex
 from pathlib import Path
@@ -66,7 +66,7 @@ model.preset=tiny
 schedule=stars
 schedule=base_k(max_degree
 schedule=base_k(degree=2) | schedule | degree
-schedule=hierarchical | schedule | local_size 1
+schedule=hierarchical | schedule | replicas_per_node 1
 # numbers
 steps=0
 learning_rate=nan
@@ -76,7 +76,7 @@ batch_size=10
 eval.batch_size=6
 micro_batches=3
 num_replicas=6 batch_size=12 schedule=hypercube | schedule | hypercube of 6
-schedule=alternating_exp_ring local_size=3 | schedule | 3
+schedule=alternating_exp_ring replicas_per_node=3 | schedule | 3
 model.heads=3 | heads | 16
 model.vocab_size=100
 lr_schedule.name=cosine lr_schedule.warmup=13 | lr_schedule.warmup | 13
@@ -100,7 +100,7 @@ mesh.fsdp=2 mesh.devices=4 | mesh.devices | 4
 mesh.fsdp=4 batch_size=16 mesh.devices=0 | devices | 16
 mesh.fsdp=2 mesh.devices=8 batch_size=12 | mesh.fsdp | 2
 mesh.fsdp=2 mesh.devices=8 batch_size=24 micro_batches=2 | mesh.fsdp | 2
-mesh.fsdp=2 mesh.devices=8 schedule=hierarchical local_size=2 | schedule | hierarchical
+mesh.fsdp=2 mesh.devices=8 schedule=hierarchical replicas_per_node=2 | schedule | hierarchical
 # methods refuse by themselves (test_methods.py); here, that it arrives
 algorithm=d2 schedule=bidirectional_ring mix_every=2 | mix_every | 2
 algorithm=diloco schedule=complete mix_every=4 diloco.delay=4 | diloco.delay | 4
@@ -108,28 +108,28 @@ algorithm=noloco noloco.delay=1 | noloco.delay | 1
 algorithm=noloco mix_every=4 noloco.delay=-1 | noloco.delay | -1
 mix_every=13 | mix_every | 12
 schedule=random_out(seed=2) | schedule | random_out
-comm_dtype=float8 | float32, bfloat16, int8, int4 | float8
+codec=float8 | float32, bfloat16, int8, int4 | float8
 algorithm=sparta | sparseloco | sparta
 sparta.fraction=0.1 | sparta.fraction | choco.fraction
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
-algorithm=gradient_tracking gamma_power=0.5 | gamma_power | 0.5
-learning_rate=0.0 gamma_power=0.5 | gamma_power | 0.5
+algorithm=gradient_tracking gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
+learning_rate=0.0 gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5
 algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
-peers.use=true algorithm=d2 schedule=bidirectional_ring | algorithm | d2
-peers.use=true algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
-peers.use=true algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
-peers.use=true algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
-peers.use=true algorithm=swarm optimizer.name=sgd comm_dtype=int8 | comm_dtype | int8
-peers.use=true algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
-pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
-pipeline.stages=2 micro_batches=2 | micro_batches | 2
-pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
-pipeline.stages=2 algorithm=gradient_tracking | algorithm | gradient_tracking
-pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_distance | 0.5
+trainer=peers algorithm=d2 schedule=bidirectional_ring | algorithm | d2
+trainer=peers algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
+trainer=peers algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
+trainer=peers algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
+trainer=peers algorithm=swarm optimizer.name=sgd codec=int8 | codec | int8
+trainer=peers algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
+trainer=pipelines pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
+trainer=pipelines pipeline.stages=2 micro_batches=2 | micro_batches | 2
+trainer=pipelines pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
+trainer=pipelines pipeline.stages=2 algorithm=gradient_tracking | algorithm | gradient_tracking
+trainer=pipelines pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_distance | 0.5
 """
 
 # The words that people see, whole; the only ones of this file.
@@ -137,7 +137,7 @@ GOLDEN = {
     "num_replica=4": "the config has no field 'num_replica'; did you mean 'num_replicas'?",
     "xyzzy=4": "the config has no field 'xyzzy'; --show prints them all",
     "num_replicas=four": "num_replicas must be of type int (such as 8), got 'four'",
-    "combine=without": "combine must be one of with, then or left empty, got 'without'",
+    "combine=without": "combine must be one of awc, atc or left empty, got 'without'",
     "steps=0": "steps must be at least 1 (or epochs above 0), got 0",
     "optimizer.b1=1": "optimizer.b1 must be in [0, 1), got 1.0",
     "batch_size=10": "batch_size must be a multiple of num_replicas, 4, got 10",
@@ -183,8 +183,8 @@ def test_a_wrong_value_is_refused_before_anything_begins(
         ({"seed": -1}, "seed", -1),
         ({"algorithm": "all_reduce", "mix_every": 3}, "mix_every", 3),
         ({"algorithm": "noloco", "mix_every": 2, "noloco": {"delay": 2}}, "noloco.delay", 2),
-        ({"peers": {"use": True}}, "algorithm", "accum_adam"),
-        ({"pipeline": {"stages": 2}}, "task", "toys.waves"),
+        ({"trainer": "peers"}, "algorithm", "accum_adam"),
+        ({"trainer": "pipelines"}, "task", "toys.waves"),
     ],
 )
 def test_a_refusal_carries_its_field_and_value(changes, field, value):
@@ -201,14 +201,16 @@ def test_what_trains_a_config_is_what_it_asks_for(monkeypatch, tmp_path):
     for name in ("peers", "pipelines"):
         room = importlib.import_module(f"decent_jax.{name}")
         monkeypatch.setattr(room, "run", lambda config, workdir, name=name: asked.append(name))
-    decent_jax.run(tiny.waves(peers={"use": True}), tmp_path)
-    decent_jax.run(tiny.waves(pipeline={"stages": 2}), tmp_path)
+    decent_jax.run(tiny.waves(trainer="peers"), tmp_path)
+    decent_jax.run(tiny.waves(trainer="pipelines"), tmp_path)
     assert asked == ["peers", "pipelines"] and not any(tmp_path.iterdir())
 
 
 def test_nothing_counts_to_zero():
-    counts = "optimizer.window mix_every batch_size micro_batches local_size log.every mesh.fsdp"
-    for name in f"{counts} checkpoint.keep max_failing_steps cluster.timeout_s".split():
+    counts = "optimizer.accum_steps mix_every batch_size micro_batches replicas_per_node"
+    for name in (
+        f"{counts} log.every mesh.fsdp checkpoint.keep max_failing_steps cluster.timeout_s".split()
+    ):
         with refused(name, 0):
             config_lib.common_fields()[name].check(name, 0)
 
@@ -256,10 +258,10 @@ def test_all_reduce_does_not_mind_the_schedule():
 def test_a_field_newer_than_the_run_does_not_stop_its_resume():
     """It had its default; another value is a change like any other."""
     new = json_files.flat(tiny.waves())
-    old = {name: value for name, value in new.items() if name != "comm_dtype"}
+    old = {name: value for name, value in new.items() if name != "codec"}
     assert config_lib.refused_changes(old, new) == []
-    changed = config_lib.refused_changes(old, {**new, "comm_dtype": "int8"})
-    assert changed == ["comm_dtype: 'float32' -> 'int8'"]
+    changed = config_lib.refused_changes(old, {**new, "codec": "int8"})
+    assert changed == ["codec: 'float32' -> 'int8'"]
     # A batch may follow the number of replicas.
     assert config_lib.refused_changes(new, {**new, "num_replicas": 2, "batch_size": 4}) == []
     assert config_lib.refused_changes(new, {**new, "num_replicas": 2, "batch_size": 6})

@@ -410,9 +410,7 @@ def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, ca
     assert f"for a recovery take {format_bytes(3 * size)} of " in said
 
 
-@pytest.mark.parametrize(
-    "changes", [{"steps": 3}, {"pipeline": {"stages": 2}}, {"peers": {"use": True}}]
-)
+@pytest.mark.parametrize("changes", [{"steps": 3}, {"trainer": "pipelines"}, {"trainer": "peers"}])
 def test_copies_that_would_never_be_made_or_taken_are_refused(changes):
     with refused("recovery.every", 4):
         config_lib.check(configured(**changes))  # as each room does

@@ -51,7 +51,7 @@ def on_hosts_of(monkeypatch, per_host):
 def chosen(folder):
     saved = json.loads((folder / "config.json").read_text())
     assert tiny.summary(folder)["schedule"] == saved["schedule"]
-    return saved["schedule"], saved["local_size"]
+    return saved["schedule"], saved["replicas_per_node"]
 
 
 def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, capsys):
@@ -95,7 +95,7 @@ def test_auto_on_gpus(n, per_host, settings, wanted, tmp_path):
 def test_auto_within_one_host_where_the_other_schedule_cannot_be(settings, tmp_path):
     config = tiny.waves(schedule="auto", **settings)
     auto = experiment.settle(config, 2, tmp_path)
-    assert (auto.schedule, auto.local_size) == ("one_peer_exp", 1)
+    assert (auto.schedule, auto.replicas_per_node) == ("one_peer_exp", 1)
 
 
 def test_a_method_that_needs_another_schedule_says_so_at_once(tmp_path):

@@ -140,7 +140,7 @@ def test_a_record_that_cannot_be_used_ends_the_run_behind_the_row_before_it(tmp_
 @pytest.mark.parametrize(("others", "steps"), [(0, [5, 10, 12]), (4, [5, 8])])
 def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     """Four peers make three steps of the run together: twelve, less what the others have made."""
-    config = tiny.waves(algorithm="swarm", peers={"use": True}, steps=3, log={"every": 5})
+    config = tiny.waves(algorithm="swarm", trainer="peers", steps=3, log={"every": 5})
     config.optimizer.name = "sgd"
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4, all_steps=others)
     meetings = Meetings(place.name, Format("float32"), 1.0)
@@ -159,7 +159,7 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
 
 def test_random_numbers_of_a_peer_are_those_of_its_stream_alone(tmp_path):
     """Not those of another stream, however far apart, nor of the next one 2**20 steps earlier."""
-    config = tiny.waves(algorithm="swarm", peers={"use": True}, model={"dropout": 0.5})
+    config = tiny.waves(algorithm="swarm", trainer="peers", model={"dropout": 0.5})
     config.optimizer.name = "sgd"
     with open_peer(Place(config.to_dict(), str(tmp_path), 0, 0, None, 4)) as (experiment, _):
         step = make_step(
@@ -219,7 +219,7 @@ def test_both_kinds_of_step_are_compiled_and_weighted(capsys):
 
 
 def test_a_peer_is_tried_with_its_share_of_the_batch(capsys):
-    config = tiny.waves(algorithm="swarm", peers={"use": True}, steps=100)
+    config = tiny.waves(algorithm="swarm", trainer="peers", steps=100)
     config.optimizer.name = "sgd"
     train.dry_run(config)
     said = capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_a_peer_is_tried_with_its_share_of_the_batch(capsys):
 
 def test_only_a_peers_own_batch_must_fit_into_its_memory(tmp_path, monkeypatch):
     """Four peers share 400 examples of 8 bytes; with one batch read ahead each holds two."""
-    config = tiny.waves(algorithm="swarm", peers={"use": True}, num_replicas=4, batch_size=400)
+    config = tiny.waves(algorithm="swarm", trainer="peers", num_replicas=4, batch_size=400)
     config.optimizer.name, config.data.prefetch = "sgd", 1
     needed = []
     monkeypatch.setattr(machine, "check_memory", lambda size, what: needed.append((size, what)))

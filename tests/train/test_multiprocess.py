@@ -25,9 +25,9 @@ FLAGS = [f"--config.steps={STEPS}", "--config.eval.every=4", "--config.mesh.devi
 FLAGS += ["--config.checkpoint.every=2", "--config.cluster.heartbeat_s=5"]
 SLOW = ["--config.data.pause=0.5"]  # steps long enough to die in
 # Bytes swapped in pairs.
-INT8 = {"schedule": "hypercube", "comm_dtype": "int8"}
+INT8 = {"schedule": "hypercube", "codec": "int8"}
 # Reduce-scatter, permutes of parts and all-gather, two replicas per node.
-NODES = {"schedule": "hierarchical", "local_size": 2}
+NODES = {"schedule": "hierarchical", "replicas_per_node": 2}
 BOUND_S = 40  # seconds within which the others end after one has died
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -89,12 +89,12 @@ def two(start, tmp_path_factory):
     here = [f"{socket.gethostname()}/{k}" for k in (2, 0, 3, 1)]
 
     def planned(name, **changes):
-        local_size = changes.get("local_size", 1)
-        schedule = topology.make(changes["schedule"], 4, local_size=local_size)
+        replicas_per_node = changes.get("replicas_per_node", 1)
+        schedule = topology.make(changes["schedule"], 4, replicas_per_node=replicas_per_node)
         Plan(tuple(here), schedule).save(folder / f"{name}.json")
         return [f"--config.cluster.plan={folder / name}.json"]
 
-    whole = [*planned("int8", **INT8), f"--config.comm_dtype={INT8['comm_dtype']}"]
+    whole = [*planned("int8", **INT8), f"--config.codec={INT8['codec']}"]
     runs = (folder / "whole", whole), (folder / "nodes", planned("nodes", **NODES))
     group = start(*runs, (folder / "killed", whole + SLOW))
     until((folder / "killed" / "checkpoints" / "2").exists, *group)

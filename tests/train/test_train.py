@@ -49,15 +49,15 @@ def run(tmp_path):
 
 LAYOUTS = {
     "2 devices": {"devices": 2},
-    "2 devices, one after the other": {"devices": 2, "loop": True},
+    "2 devices, one after the other": {"devices": 2, "sequential_replicas": True},
     "a device each": {"devices": 4},
 }
-NODES = {"schedule": "alternating_exp_ring", "local_size": 2}
+NODES = {"schedule": "alternating_exp_ring", "replicas_per_node": 2}
 CASES = {
     "one_peer_exp": ({"schedule": "one_peer_exp"}, "2 devices, one after the other"),
     "nodes of 2": (NODES, "a device each"),
     "all_reduce": ({"algorithm": "all_reduce"}, "2 devices"),
-    "then": ({"combine": "then", "mix_every": 3, "schedule": "ring"}, "a device each"),
+    "atc": ({"combine": "atc", "mix_every": 3, "schedule": "ring"}, "a device each"),
 }
 
 
@@ -101,8 +101,8 @@ def test_micro_batches_draw_random_numbers_of_their_own():
 
 
 def test_mix_every_mixes_in_the_right_steps(run):
-    """With rounds of the complete graph, replicas are equal after a mix in the order "then"."""
-    folder = run(steps=6, mix_every=3, schedule="complete", combine="then")
+    """With rounds of the complete graph, replicas are equal after a mix in the order "atc"."""
+    folder = run(steps=6, mix_every=3, schedule="complete", combine="atc")
     distances = [row["train/consensus_distance_relative"] for row in tiny.rows(folder)]
     agree = [distance < 1e-6 for distance in distances]
     assert agree == [False, False, True, False, False, True]
@@ -240,7 +240,7 @@ def spoil_once(monkeypatch, step, change):
 def test_a_replica_with_bad_parameters_does_not_poison_the_others(run, monkeypatch, capsys):
     """Replica 2 becomes NaN before step 3: it is back after the mix with a neighbour."""
     spoil_once(monkeypatch, 3, lambda x: x.at[2].set(jnp.nan))
-    folder = run(combine="then", steps=6)
+    folder = run(combine="atc", steps=6)
     rows = tiny.rows(folder)
     assert all(np.isfinite(row["train/loss"]) for row in rows)
     assert all(np.isfinite(row["train/consensus_distance"]) for row in rows)

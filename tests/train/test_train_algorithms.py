@@ -55,12 +55,12 @@ def test_the_seed_decides_what_messages_are_rounded_by():
     x = jax.random.normal(jax.random.key(1), (4, 60))
     x = {name: x if name != "choco" else x[:1].repeat(4, axis=0) for name in DRAWS}
 
-    def after_two_steps(seed, comm_dtype):
+    def after_two_steps(seed, codec):
         txs = {}
         for name in DRAWS:
-            coded = comm_dtype if name != "choco" else "float32"
-            config = tiny.waves(algorithm=name, seed=seed, comm_dtype=coded)
-            config.choco.compressor = "int8" if comm_dtype == "int8" else "top_k"
+            coded = codec if name != "choco" else "float32"
+            config = tiny.waves(algorithm=name, seed=seed, codec=coded)
+            config.choco.compressor = "int8" if codec == "int8" else "top_k"
             config.optimizer.decoupled = name != "quasi_global_sgd"
             graph = "complete" if name == "diloco" else "bidirectional_ring"
             txs[name] = algorithm.transformation(config, topology.make(graph, 4), 0.1)
@@ -85,7 +85,7 @@ def test_the_seed_decides_what_messages_are_rounded_by():
 
 def test_gamma_falls_with_the_learning_rate():
     """DSGD-AC: the step at a quarter of the peak averages half as much where the power is 1/2."""
-    config = tiny.waves(algorithm="decentralized_sgd", gamma=0.8, gamma_power=0.5)
+    config = tiny.waves(algorithm="decentralized_sgd", gamma=0.8, gamma_lr_exponent=0.5)
     config.optimizer.update(name="sgd", momentum=0.0, weight_decay=0.0)
     schedule = config_lib.make_schedule(config)
     tx = algorithm.transformation(config, schedule, lambda t: config.learning_rate / 4**t)
@@ -116,11 +116,11 @@ def test_what_the_model_does_not_allow_is_one_sentence_too(changes, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "replica", "node"),
     [
-        ({"schedule": "hierarchical", "local_size": 4}, 1.75, 1.0),
-        ({"schedule": "alternating_exp_ring", "local_size": 4}, (1.5 + 1.75) / 2, 0.5),
-        ({"schedule": "one_peer_exp", "local_size": 4}, 1.0, (1 + 2 + 4) / 3),
-        ({"schedule": "one_peer_exp", "local_size": 4, "mix_every": 2}, 0.5, 7 / 6),
-        ({"algorithm": "all_reduce", "local_size": 4}, 1.75, 1.75),
+        ({"schedule": "hierarchical", "replicas_per_node": 4}, 1.75, 1.0),
+        ({"schedule": "alternating_exp_ring", "replicas_per_node": 4}, (1.5 + 1.75) / 2, 0.5),
+        ({"schedule": "one_peer_exp", "replicas_per_node": 4}, 1.0, (1 + 2 + 4) / 3),
+        ({"schedule": "one_peer_exp", "replicas_per_node": 4, "mix_every": 2}, 0.5, 7 / 6),
+        ({"algorithm": "all_reduce", "replicas_per_node": 4}, 1.75, 1.75),
     ],
 )
 def test_what_a_replica_and_a_node_send(changes, replica, node):
@@ -133,5 +133,5 @@ def test_what_a_replica_and_a_node_send(changes, replica, node):
     assert f"sends {format_number(replica)} MB per step (a node of 4 sends " in said
     assert f"{format_number(node)} MB to other nodes) and keeps 1.00 MB of parameters" in said
     if one.schedule == "one_peer_exp":
-        cost = dataclasses.replace(cost, local_size=1)
+        cost = dataclasses.replace(cost, replicas_per_node=1)
         assert "node" not in algorithm.describe(one, schedule, cost)

@@ -25,7 +25,7 @@ def choco(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    identical_start: bool = True,
+    same_init: bool = True,
     seed: int = 0,
     *,
     compressor: Annotated[str, '"top_k" or "int8"'] = "top_k",
@@ -50,7 +50,7 @@ def choco(
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.
-      identical_start: public copies begin at the parameters, which are then the same on all
+      same_init: public copies begin at the parameters, which are then the same on all
         replicas; False: at zero, as in the paper.
       seed: of the rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
@@ -91,7 +91,7 @@ def choco(
         x = optax.tree.where(fine, x, s)
         return x, ChocoState(s, x_hat), inner, ok
 
-    begin = trees.copy if identical_start else optax.tree.zeros_like
+    begin = trees.copy if same_init else optax.tree.zeros_like
     return frame.method(inner, step, frame.filled(ChocoState, begin), axis_name)
 
 

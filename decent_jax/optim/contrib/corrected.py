@@ -101,7 +101,7 @@ class TrackingState(NamedTuple):
 def gradient_tracking(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    combine: str = "with",
+    combine: str = "awc",
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -114,7 +114,7 @@ def gradient_tracking(
             x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(q_j)\big)
 
     with ``q = g^- = 0`` before the first step, so that ``sum_i q_i = sum_i g_i``
-    always. The messages of "with" are known when the step begins. Two messages per step, two copies
+    always. The messages of "awc" are known when the step begins. Two messages per step, two copies
     of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on
     every doubly stochastic schedule.
 
@@ -123,8 +123,8 @@ def gradient_tracking(
     rates that are stable are not.
 
     With Muon inside it tracks before it orthogonalises, as it must: averages of orthogonalised
-    local gradients vanish in other places than the average gradient. "with" is then SUDA-Muon with
-    tracking as its backbone; "then", without Nesterov momentum, is on static graphs DeMuon, whose
+    local gradients vanish in other places than the average gradient. "awc" is then SUDA-Muon with
+    tracking as its backbone; "atc", without Nesterov momentum, is on static graphs DeMuon, whose
     momentum before tracking and this one after it are the same.
 
     References:
@@ -141,7 +141,7 @@ def gradient_tracking(
         fine = trees.acceptable(local.grads, None)
         g = optax.tree.where(fine, local.grads, own.g)
         change = optax.tree.sub(g, own.g)
-        if combine == "with":
+        if combine == "awc":
             # With flags of their own: q of a replica whose x is lost still counts in the sum.
             x = mixing(params, round, local.count)
             q = trees.add(mixing(own.q, round, local.count, nth=1), change)
@@ -151,7 +151,7 @@ def gradient_tracking(
         tracked = dataclasses.replace(local, grads=q, active=local.active & fine)
         update, inner, ok = tracked(x)
         x = trees.add(x, update)
-        if combine == "then":
+        if combine == "atc":
             x = mixing(x, round, local.count)
         return x, TrackingState(g, q), inner, ok
 
