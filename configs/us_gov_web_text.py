@@ -19,7 +19,8 @@ Hardware: 2 cores. Result: see docs/results.md.
 
 from decent_jax import train
 
-# Rate and b2, that of the embeddings, were best for `muon` with a small model: docs/results.md.
+# Rate and b2 (of the embeddings) were best for `muon` with a small model; see
+# docs/log/2026-11-26-web-prose.md.
 MUON = {"optimizer.name": "muon", "learning_rate": 0.032, "optimizer.b2": 0.999}
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},

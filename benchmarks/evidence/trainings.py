@@ -1,4 +1,4 @@
-"""Train what docs/results.md begins with: Shakespeare, CIFAR-10, Multi30k, prose, with seeds.
+"""Train the tasks of docs/results.md: Shakespeare, CIFAR-10, Multi30k, prose, with seeds.
 
     python benchmarks/evidence/trainings.py --root DIR         # does what is left, a run per core
     python benchmarks/evidence/trainings.py --root DIR --list  # says what is done and what is left

@@ -24,7 +24,9 @@ from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "docs/log/*.md")
+    for path in sorted(ROOT.glob(pattern))
 ]
 # Folders of this repository; a path that begins with one must exist.
 FOLDERS = ("benchmarks", "configs", "decent_jax", "docs", "launch", "notebooks", "tests")
@@ -104,6 +106,7 @@ def test_files_and_modules_that_are_named_exist(name):
 PLACES = [
     "*.md",
     "docs/*.md",
+    "docs/log/*.md",
     "launch/*",
     "configs/*.py",
     "decent_jax/**/*.py",
