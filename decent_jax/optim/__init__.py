@@ -11,18 +11,20 @@ from decent_jax.optim.accum_adam import scale_by_accum_adam as scale_by_accum_ad
 from decent_jax.optim.averaging import all_reduce as all_reduce
 from decent_jax.optim.averaging import decentralized as decentralized
 from decent_jax.optim.averaging import gossiped_momentum as gossiped_momentum
-from decent_jax.optim.declaration import METHODS as METHODS
-from decent_jax.optim.declaration import Method as Method
-from decent_jax.optim.declaration import Parts as Parts
-from decent_jax.optim.declaration import register as register
-from decent_jax.optim.frame import Delayed as Delayed
-from decent_jax.optim.frame import EarlyMixing as EarlyMixing
-from decent_jax.optim.frame import GuardedState as GuardedState
+from decent_jax.optim.method_wrapper import Delayed as Delayed
+from decent_jax.optim.method_wrapper import EarlyMixing as EarlyMixing
+from decent_jax.optim.method_wrapper import GuardedState as GuardedState
+from decent_jax.optim.method_wrapper import Mixing as Mixing
+from decent_jax.optim.method_wrapper import method as method
 from decent_jax.optim.outer import diloco as diloco
 from decent_jax.optim.outer import noloco as noloco
 from decent_jax.optim.push_sum import consensus_weights as consensus_weights
 from decent_jax.optim.push_sum import push_sum as push_sum
 from decent_jax.optim.push_sum import with_equal_weights as with_equal_weights
+from decent_jax.optim.registry import METHODS as METHODS
+from decent_jax.optim.registry import MethodSpec as MethodSpec
+from decent_jax.optim.registry import Parts as Parts
+from decent_jax.optim.registry import register as register
 from decent_jax.optim.schedules import inverse_sqrt_schedule as inverse_sqrt_schedule
 from decent_jax.optim.schedules import (
     linear_warmup_cosine_schedule as linear_warmup_cosine_schedule,

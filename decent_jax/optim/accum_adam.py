@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip.permute import at_least_float32
-from decent_jax.optim import require
+from decent_jax.optim import validation
 
 
 class ScaleByAccumAdamState(NamedTuple):
@@ -70,9 +70,9 @@ def scale_by_accum_adam(
       Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
       Algorithm 4 (which prints beta_1 where the committed second moment takes beta_2).
     """
-    require.below_one("b1", b1)
-    require.below_one("b2", b2)
-    require.not_negative("eps", eps)
+    validation.below_one("b1", b1)
+    validation.below_one("b2", b2)
+    validation.not_negative("eps", eps)
     if isinstance(accum_steps, float | int) and (
         accum_steps < 1 or accum_steps != int(accum_steps)
     ):

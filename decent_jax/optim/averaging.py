@@ -10,9 +10,8 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import require, trees
-from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
-from decent_jax.optim.frame import (
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import (
     EarlyMixing,
     Mixing,
     key_of,
@@ -21,6 +20,7 @@ from decent_jax.optim.frame import (
     no_rounds,
     rate_at,
 )
+from decent_jax.optim.registry import ADAM_FIRST, BOTH, register
 from decent_jax.topology import Schedule
 
 
@@ -112,8 +112,8 @@ def decentralized(
       Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
       and a rejected step rejects the whole update, not a bucket's.
     """
-    require.combine(combine)
-    require.not_negative("gamma", gamma)
+    validation.combine(combine)
+    validation.not_negative("gamma", gamma)
     mixing = Mixing(schedule, axis_name, codec, "decentralized")
 
     def mix(params, round, count, after=None):
@@ -176,7 +176,7 @@ def gossiped_momentum(
       `On the Linear Speedup of Communication Efficient Momentum SGD
       <https://arxiv.org/abs/1905.03817>`_, 2019, Algorithm 2.
     """
-    require.combine(combine)
+    validation.combine(combine)
     mixing = Mixing(schedule, axis_name, codec, "gossiped_momentum")
     parts = ("trace", "mu")
 
@@ -289,8 +289,8 @@ def all_reduce(
     return no_rounds(method(inner, step, keeps, axis_name=None))
 
 
-register(Method("all_reduce", all_reduce, ADAM_FIRST, BOTH))
-register(Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""))
-register(Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""))
-register(Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""))
-register(Method("gossiped_momentum", gossiped_momentum, orders=("atc", "awc"), messages=2))
+register("all_reduce", all_reduce, optimizers=ADAM_FIRST, orders=BOTH)
+register("decentralized_adam", decentralized, optimizers=("adam",), orders=BOTH, section="")
+register("accum_adam", decentralized, optimizers=("accum_adam",), orders=BOTH, section="")
+register("decentralized_sgd", decentralized, optimizers=("sgd", "muon"), orders=BOTH, section="")
+register("gossiped_momentum", gossiped_momentum, orders=("atc", "awc"), messages=2)

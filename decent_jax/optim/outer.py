@@ -8,9 +8,10 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import frame, require, trees
-from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, model_bytes, register
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import Mixing, mean_with_feedback
 from decent_jax.optim.outer_steps import Rule, outer_steps
+from decent_jax.optim.registry import ADAM_FIRST, Meet, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -89,11 +90,11 @@ def diloco(
       <https://arxiv.org/abs/2505.23725>`_, 2025 (the feedback, from the authors' code as
       described); `LOSCAR <https://arxiv.org/abs/2605.20866>`_, 2026.
     """
-    require.averages("diloco", schedule)
-    require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
-    require.below_one("diloco.outer_momentum", outer_momentum)
+    validation.averages("diloco", schedule)
+    validation.not_negative("diloco.outer_learning_rate", outer_learning_rate)
+    validation.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    mixing = frame.Mixing(schedule, axis_name, codec, "diloco")
+    mixing = Mixing(schedule, axis_name, codec, "diloco")
     rule = towards_average(outer)
     if codec is not None:
         rule = along_coded_movements(outer, codec, axis_name, decay, "diloco")
@@ -147,9 +148,9 @@ def noloco(
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
       authors' code.
     """
-    mixing = frame.Mixing(schedule, axis_name, codec, "noloco")
-    require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
-    require.below_one("noloco.outer_momentum", outer_momentum)
+    mixing = Mixing(schedule, axis_name, codec, "noloco")
+    validation.not_negative("noloco.outer_learning_rate", outer_learning_rate)
+    validation.below_one("noloco.outer_momentum", outer_momentum)
     rule = towards_average(optax.sgd(outer_learning_rate, outer_momentum))
     return outer_steps(inner, mixing, rule, mix_every, fragments, delay, carry)
 
@@ -209,7 +210,7 @@ def along_coded_movements(
         moved = optax.tree.sub(theta, x)
         moved = optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
         given = decay, axis_name, codec, key, after, clipped
-        mean, error = frame.mean_with_feedback(moved, error, *given)
+        mean, error = mean_with_feedback(moved, error, *given)
         change, state = outer.update(mean, state, theta)
         return optax.apply_updates(theta, change), (state, error)
 
@@ -217,9 +218,10 @@ def along_coded_movements(
 
 
 _IN_FRAGMENTS: dict[str, Any] = {
+    "optimizers": ADAM_FIRST,
     "copies": 2,
     "phases": lambda own: own["fragments"],
     "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
 }
-register(Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS))
-register(Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting))
+register("diloco", diloco, **_IN_FRAGMENTS)
+register("noloco", noloco, **_IN_FRAGMENTS, meeting=_noloco_meeting)

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from decent_jax import gossip
-from decent_jax.optim import frame, require, trees
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import Delayed, Mixing, method
 
 Arrays = list[jax.Array]
 
@@ -40,14 +41,14 @@ class OuterState(NamedTuple):
 
 def outer_steps(
     inner: optax.GradientTransformation,
-    mixing: frame.Mixing,
+    mixing: Mixing,
     rule: Rule,
     mix_every: int = 1,
     fragments: int = 1,
     delay: int = 0,
     carry: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local steps, and in every round the rule on one fragment; with a delay a `frame.Delayed`.
+    """Local steps, and in every round the rule on one fragment; with a delay a `Delayed`.
 
     The rule's step depends only on the parameters that are sent and the method's own state, so all
     of it may take place while local steps are made; what they give is merged when it arrives. The
@@ -63,7 +64,7 @@ def outer_steps(
             f"{mixing.method}.delay must be below mix_every, which is {mix_every}, and at least "
             f"0, got {delay}"
         )
-    require.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
+    validation.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
 
     def fragment(round, tree):
         f = gossip.number(round) % fragments
@@ -71,7 +72,7 @@ def outer_steps(
 
     def depart(late, own, count, round, after=None):
         f, which = fragment(round, late)
-        theta, late = _taken(own.theta, which), _taken(late, which)
+        theta, late = take_leaves(own.theta, which), take_leaves(late, which)
         count = count + max(delay - 1, 0)  # at the update that has the round
 
         def mix(tree):
@@ -81,14 +82,14 @@ def outer_steps(
 
     def arrive(x, own, late, message, round):
         f, which = fragment(round, x)
-        now, late = _taken(x, which), _taken(late, which)
+        now, late = take_leaves(x, which), take_leaves(late, which)
         theta, state = message
         new = theta
         if carry and delay:  # a replica that is not finite has nothing to keep
             learned = trees.add(theta, optax.tree.sub(now, late))
             new = optax.tree.where(trees.all_finite((now, late)), learned, theta)
         states = (*own.states[:f], state, *own.states[f + 1 :])
-        return _replaced(x, which, new), OuterState(_replaced(own.theta, which, theta), states)
+        return put_leaves(x, which, new), OuterState(put_leaves(own.theta, which, theta), states)
 
     def step(params, own, round, local):
         if round is not None and delay > 1:
@@ -105,13 +106,15 @@ def outer_steps(
         return x, own, inner, ok
 
     def own(params):
-        states = [rule.init(_taken(params, which)) for which in fragments_of(params, fragments)]
+        states = [
+            rule.init(take_leaves(params, which)) for which in fragments_of(params, fragments)
+        ]
         return OuterState(trees.copy(params), tuple(states))
 
-    tx = frame.method(inner, step, own, mixing.axis_name)
+    tx = method(inner, step, own, mixing.axis_name)
     if not delay:
         return tx
-    delayed = frame.Delayed(*tx)
+    delayed = Delayed(*tx)
     delayed.delay, delayed.depart, delayed.arrive = delay, depart, arrive
     delayed.resting = ("theta", "states")
     return delayed
@@ -132,13 +135,13 @@ def fragments_of(params: Any, count: int) -> list[list[int]]:
     return [np.flatnonzero(np.equal(of, k)).tolist() for k in range(count)]
 
 
-def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
+def take_leaves(tree: Any, which: list[int]) -> list[jax.Array]:
     """The leaves of these numbers."""
     leaves = jax.tree.leaves(tree)
     return [leaves[k] for k in which]
 
 
-def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
+def put_leaves(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
     """The tree with new leaves at these numbers."""
     leaves, structure = jax.tree.flatten(tree)
     for k, leaf in zip(which, new, strict=True):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip import AxisName
-from decent_jax.optim import frame, trees
-from decent_jax.optim.declaration import Method, register
+from decent_jax.optim import trees
+from decent_jax.optim.method_wrapper import Mixing, method
+from decent_jax.optim.registry import register
 from decent_jax.topology import Schedule
 
 
@@ -40,7 +41,7 @@ def push_sum(
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
       Algorithm 1.
     """
-    mixing = frame.Mixing(schedule, axis_name, rows=False)
+    mixing = Mixing(schedule, axis_name, rows=False)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -48,7 +49,7 @@ def push_sum(
         x, w = mixing((x, own.w), round, local.count)
         return trees.scale(1 / w, x), PushSumState(w), inner, ok
 
-    return frame.method(inner, step, lambda params: PushSumState(jnp.ones((), float)), axis_name)
+    return method(inner, step, lambda params: PushSumState(jnp.ones((), float)), axis_name)
 
 
 def consensus_weights(opt_state: Any) -> jax.Array | None:
@@ -66,4 +67,4 @@ def with_equal_weights(own: Any) -> Any:
     return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 
 
-register(Method("push_sum", push_sum))
+register("push_sum", push_sum)

@@ -7,10 +7,11 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.sparse import ChunkedTopK
-from decent_jax.optim import frame, require
-from decent_jax.optim.declaration import ADAM_FIRST, Method, Parts, coded_bytes, register
+from decent_jax.optim import validation
+from decent_jax.optim.method_wrapper import Mixing
 from decent_jax.optim.outer import along_coded_movements
 from decent_jax.optim.outer_steps import outer_steps
+from decent_jax.optim.registry import ADAM_FIRST, Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -74,16 +75,16 @@ def sparseloco(
       transcription. The 2-bit code is ours: signs and two magnitudes per chunk. `Covenant-72B
       <https://arxiv.org/abs/2603.08163>`_, 2026, for the clipping.
     """
-    require.averages("sparseloco", schedule)
+    validation.averages("sparseloco", schedule)
     if not same_init:
         raise ValueError(
             "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
             "same_init=True, or noloco"
         )
-    require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
+    validation.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
     outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)
     rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco", clipped)
-    mixing = frame.Mixing(schedule, axis_name, method="sparseloco")
+    mixing = Mixing(schedule, axis_name, method="sparseloco")
     return outer_steps(inner, mixing, rule, mix_every, delay=delay, carry=carry)
 
 
@@ -93,4 +94,4 @@ def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
     return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)
 
 
-register(Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes))
+register("sparseloco", sparseloco, optimizers=ADAM_FIRST, copies=2, sent=_sparse_bytes)

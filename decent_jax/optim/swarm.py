@@ -11,8 +11,9 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Lattice
-from decent_jax.optim import frame, require, trees
-from decent_jax.optim.declaration import BOTH, Method, Parts, model_bytes, register
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import method
+from decent_jax.optim.registry import BOTH, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -72,10 +73,10 @@ def swarm(
       <https://arxiv.org/abs/1910.12308>`_, 2021, Algorithms 1 and 2; Davies et al., `New Bounds for
       Distributed Mean Estimation <https://arxiv.org/abs/2002.09268>`_, 2021.
     """
-    require.combine(combine)
+    validation.combine(combine)
     if bits not in (8, 16, 32):
         raise ValueError(f"swarm.bits must be 8, 16 or 32 (not quantised), got {bits}")
-    require.matchings("swarm", schedule)
+    validation.matchings("swarm", schedule)
     quantises, blocking = bits < 32, combine == "atc"
 
     def step(params, own, round, local):
@@ -124,7 +125,7 @@ def swarm(
         y = jnp.float32(distance) if quantises else None
         return SwarmState(y, None if blocking else trees.copy(params))
 
-    return frame.method(inner, step, own, axis_name)
+    return method(inner, step, own, axis_name)
 
 
 def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:
@@ -143,13 +144,4 @@ def _largest(tree: Any) -> jax.Array:
     return jnp.stack(each).max().astype(jnp.float32)
 
 
-register(
-    Method(
-        "swarm",
-        swarm,
-        orders=BOTH,
-        copies=1,
-        sent=_sent,
-        meeting=lambda own: _add_half,
-    )
-)
+register("swarm", swarm, orders=BOTH, copies=1, sent=_sent, meeting=lambda own: _add_half)

@@ -43,13 +43,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Methods compute their updates from the same zeros, so a replica whose parameters were not
     finite continues from its neighbours' average. Otherwise equal to `optax.apply_updates`.
     """
-    return optax.apply_updates(jax.tree.map(or_zero, params), updates)
+    return optax.apply_updates(jax.tree.map(finite_or_zero, params), updates)
 
 
 def all_finite(tree: Any) -> jax.Array:
     """() bool."""
     # Not by the largest magnitude, which is faster: XLA's CPU loses a NaN in it (jaxlib 0.10.2).
-    # Not by isfinite: XLA would compute it once for this and for `or_zero`, and keep it till then.
+    # Not by isfinite: XLA would compute it once for this and for `finite_or_zero`, and keep it
+    # till then.
     return _all((jnp.abs(leaf) < jnp.inf).all() for leaf in jax.tree.leaves(tree))
 
 
@@ -120,6 +121,6 @@ def select(ok: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(kept, new, old, is_leaf=lambda x: isinstance(x, (counts, injected)))
 
 
-def or_zero(x: jax.Array) -> jax.Array:
+def finite_or_zero(x: jax.Array) -> jax.Array:
     """``x`` with zeros where it is not finite."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))

@@ -17,7 +17,8 @@ from decent_jax.data import loader
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.json_files import is_real, read_json
-from decent_jax.optim import METHODS, frame
+from decent_jax.optim import METHODS
+from decent_jax.optim.method_wrapper import no_rounds
 from decent_jax.peers.events import fits
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -142,7 +143,7 @@ def open_run(
             task.decay_mask,
             experiment.placement.axis_name,
         )
-        yield experiment._replace(config=own, tx=frame.no_rounds(tx, slot)), work
+        yield experiment._replace(config=own, tx=no_rounds(tx, slot)), work
 
 
 @contextlib.contextmanager

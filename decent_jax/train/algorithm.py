@@ -21,7 +21,7 @@ from decent_jax.gossip import AxisName, codecs
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import format_bytes, shown
-from decent_jax.optim import METHODS, Method, Parts
+from decent_jax.optim import METHODS, MethodSpec, Parts
 from decent_jax.topology import Schedule, make
 
 # First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
@@ -85,7 +85,7 @@ def parts(
     )
 
 
-def numbers_of(config: ConfigDict, method: Method) -> dict[str, Any]:
+def numbers_of(config: ConfigDict, method: MethodSpec) -> dict[str, Any]:
     """A method's own numbers, from its section of the config."""
     if not method.numbers:
         return {}

@@ -22,7 +22,7 @@ from decent_jax import optim, tasks, topology, train
 from decent_jax.commands import export, sample, translate
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
-from decent_jax.optim import declaration, frame, trees
+from decent_jax.optim import registry, trees
 from decent_jax.topology.make import _BUILDERS
 from decent_jax.topology.rounds import pairwise
 from decent_jax.train import algorithm, saved_model
@@ -37,14 +37,14 @@ def slow_gossip(inner, schedule, axis_name="replica", codec=None, *, gamma: floa
     """Mixes a copy that follows the parameters with weight gamma."""
     if not 0 < gamma <= 1:
         raise ValueError(f"slow_gossip.gamma must be in (0, 1], got {gamma}")
-    mixing = frame.Mixing(schedule, axis_name, codec)
+    mixing = optim.Mixing(schedule, axis_name, codec)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
         z = trees.add(own.z, trees.scale(gamma, optax.tree.sub(params, own.z)))
         return trees.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
 
-    return frame.method(inner, step, lambda params: SlowState(trees.copy(params)))
+    return optim.method(inner, step, lambda params: SlowState(trees.copy(params)))
 
 
 def every_other(n, *, step: int = 1):
@@ -54,8 +54,8 @@ def every_other(n, *, step: int = 1):
 @pytest.fixture
 def registered():
     topology.register("every_other", every_other)
-    yield optim.register(optim.Method("slow_gossip", slow_gossip, copies=1))
-    del _BUILDERS["every_other"], declaration._METHODS["slow_gossip"]
+    yield optim.register("slow_gossip", slow_gossip, copies=1)
+    del _BUILDERS["every_other"], registry._METHODS["slow_gossip"]
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ def test_a_cell_that_runs_again_registers_again(registered):
     topology.register("every_other", space["every_other"])
     assert topology.make("every_other", 4).period == 2
     exec("def slow_gossip(inner, schedule): pass", space)
-    again = optim.Method("slow_gossip", space["slow_gossip"])
-    assert optim.register(again) is optim.METHODS["slow_gossip"] is again
+    again = optim.register("slow_gossip", space["slow_gossip"])
+    assert optim.METHODS["slow_gossip"] is again and again.make is space["slow_gossip"]
     with refuses("every_other"):
         topology.register("every_other", lambda n: [])
     with refuses("slow_gossip"):
-        optim.register(optim.Method("slow_gossip", lambda inner: inner))
+        optim.register("slow_gossip", lambda inner: inner)
 
 
 def test_a_method_from_outside(registered):
@@ -143,9 +143,9 @@ def test_its_numbers_come_from_its_section(config, registered):
         algorithm.transformation(config, schedule, 0.1)
 
 
-@pytest.mark.parametrize("name", declaration.METHODS)
+@pytest.mark.parametrize("name", registry.METHODS)
 def test_every_number_of_every_method_is_reached_from_the_config(name):
-    method = declaration.METHODS[name]
+    method = registry.METHODS[name]
     config = config_lib.default_config()
     config.algorithm = name
     schedule = topology.make("complete", config.num_replicas)

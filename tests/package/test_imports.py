@@ -51,7 +51,7 @@ MOST_LINES = {
     "topology": 791,
     "gossip": 856,
     "replicas": 194,
-    "optim": 1288,
+    "optim": 1296,
     "models": 1320,
     "data": 3464,
     "tasks": 1027,

@@ -9,8 +9,9 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import TopK
-from decent_jax.optim import frame, require, trees
-from decent_jax.optim.declaration import Method, Parts, coded_bytes, register
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import Mixing, filled, method
+from decent_jax.optim.registry import Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -69,8 +70,8 @@ def choco(
     if not 0 < gamma <= 1:
         raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
     codec = compressor_of(compressor, fraction, seed)
-    require.static_messages("choco", schedule)
-    mixing = frame.Mixing(schedule, axis_name, codec, "choco")
+    validation.static_messages("choco", schedule)
+    mixing = Mixing(schedule, axis_name, codec, "choco")
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -92,7 +93,7 @@ def choco(
         return x, ChocoState(s, x_hat), inner, ok
 
     begin = trees.copy if same_init else optax.tree.zeros_like
-    return frame.method(inner, step, frame.filled(ChocoState, begin), axis_name)
+    return method(inner, step, filled(ChocoState, begin), axis_name)
 
 
 def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:
@@ -109,4 +110,4 @@ def _choco_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
     return coded_bytes(params, compressor_of(own["compressor"], own["fraction"]))
 
 
-register(Method("choco", choco, copies=2, sent=_choco_bytes))
+register("choco", choco, copies=2, sent=_choco_bytes)

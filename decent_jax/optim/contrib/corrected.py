@@ -7,8 +7,9 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import frame, require, trees
-from decent_jax.optim.declaration import BOTH, Method, register
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import Mixing, filled, method
+from decent_jax.optim.registry import BOTH, register
 from decent_jax.topology import Schedule
 
 
@@ -44,8 +45,8 @@ def exact_diffusion(
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
     """
-    mixing = frame.Mixing(schedule, axis_name, codec, "exact_diffusion")
-    require.stable_diffusion("exact_diffusion", schedule, mix_every)
+    mixing = Mixing(schedule, axis_name, codec, "exact_diffusion")
+    validation.stable_diffusion("exact_diffusion", schedule, mix_every)
     return _diffusion(inner, mixing, half=True)
 
 
@@ -66,9 +67,9 @@ def d2(
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
     """
-    mixing = frame.Mixing(schedule, axis_name, codec, "d2")
-    require.static_and_symmetric("d2", schedule, mix_every)
-    require.eigenvalues_above_minus_a_third("d2", schedule)
+    mixing = Mixing(schedule, axis_name, codec, "d2")
+    validation.static_and_symmetric("d2", schedule, mix_every)
+    validation.eigenvalues_above_minus_a_third("d2", schedule)
     return _diffusion(inner, mixing, half=False)
 
 
@@ -87,8 +88,8 @@ def _diffusion(inner, mixing, half):
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
         return x, DiffusionState(psi), inner, ok
 
-    own = frame.filled(DiffusionState, trees.copy)
-    return frame.method(inner, step, own, mixing.axis_name)
+    own = filled(DiffusionState, trees.copy)
+    return method(inner, step, own, mixing.axis_name)
 
 
 class TrackingState(NamedTuple):
@@ -133,8 +134,8 @@ def gradient_tracking(
       <https://arxiv.org/abs/2510.01377>`_, 2025; `SUDA-Muon <https://arxiv.org/abs/2604.23980>`_,
       2026.
     """
-    require.combine(combine)
-    mixing = frame.Mixing(schedule, axis_name, codec, "gradient_tracking")
+    validation.combine(combine)
+    mixing = Mixing(schedule, axis_name, codec, "gradient_tracking")
 
     def step(params, own, round, local):
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
@@ -155,9 +156,9 @@ def gradient_tracking(
             x = mixing(x, round, local.count)
         return x, TrackingState(g, q), inner, ok
 
-    return frame.method(inner, step, frame.filled(TrackingState), axis_name)
+    return method(inner, step, filled(TrackingState), axis_name)
 
 
-register(Method("exact_diffusion", exact_diffusion, copies=1))
-register(Method("d2", d2, copies=1))
-register(Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2))
+register("exact_diffusion", exact_diffusion, copies=1)
+register("d2", d2, copies=1)
+register("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2)

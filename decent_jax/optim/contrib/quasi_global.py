@@ -8,8 +8,9 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import frame, require, trees
-from decent_jax.optim.declaration import Method, register
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import Mixing, filled, method, rate_at
+from decent_jax.optim.registry import register
 from decent_jax.topology import Schedule
 
 
@@ -49,12 +50,12 @@ def quasi_global_sgd(
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
       (heavy-ball form).
     """
-    mixing = frame.Mixing(schedule, axis_name, codec, "quasi_global")
-    require.below_one("momentum", momentum)
-    require.below_one("quasi_global.mu", mu)
+    mixing = Mixing(schedule, axis_name, codec, "quasi_global")
+    validation.below_one("momentum", momentum)
+    validation.below_one("quasi_global.mu", mu)
 
     def step(params, own, round, local):
-        rate = frame.rate_at(learning_rate, local.count)
+        rate = rate_at(learning_rate, local.count)
         g, inner, ok = local(params)
         descent = trees.add(g, trees.scale(jnp.where(ok, momentum, 0), own.m))
         after = mixing(trees.add(params, trees.scale(-rate, descent)), round, local.count)
@@ -69,7 +70,9 @@ def quasi_global_sgd(
         m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
         return after, MomentumState(m), inner, ok
 
-    return frame.method(gradient, step, frame.filled(MomentumState), axis_name)
+    return method(gradient, step, filled(MomentumState), axis_name)
 
 
-register(Method("quasi_global_sgd", quasi_global_sgd, ("sgd",), copies=1, section="quasi_global"))
+register(
+    "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), section="quasi_global", copies=1
+)

@@ -1,4 +1,4 @@
-"""The declaration of a method, next to its factory: what it works with, sends and keeps.
+"""The registry of methods: what each works with, sends and keeps, declared next to its factory.
 
 A factory's signature says the rest. Its positional parameters come from the run, by their names
 (`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults and, by
@@ -50,7 +50,7 @@ class Parts:
     optimizer: numbers of the local optimizer, for these methods: momentum, b1, b2, eps.
     same_init: whether all replicas begin with the same parameters.
     seed: of formats that a method makes by itself; ``codec`` has its own.
-    numbers: the method's own, see `Method.numbers`.
+    numbers: the method's own, see `MethodSpec.numbers`.
     """
 
     schedule: Schedule
@@ -82,8 +82,8 @@ def model_bytes(params: Any, parts: Parts, numbers: Mapping[str, Any]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """A method, and what it declares.
+class MethodSpec:
+    """What is registered of a method: its factory, and what the method works with.
 
     name: in `METHODS` and configs.
     make: the factory: from the parts it names and its own numbers to the transformation.
@@ -186,22 +186,28 @@ class Method:
         )
 
 
-_METHODS: dict[str, Method] = {}
-METHODS: Mapping[str, Method] = MappingProxyType(_METHODS)  # every method by its name
+_METHODS: dict[str, MethodSpec] = {}
+METHODS: Mapping[str, MethodSpec] = MappingProxyType(_METHODS)  # every method by its name
 
 
-def register(method: Method) -> Method:
+def register(
+    name: str, make: Callable[..., optax.GradientTransformationExtraArgs], **declared: Any
+) -> MethodSpec:
     """Make a method known by its name, in `METHODS` and in configs.
 
     Call it in the module of the method. A config file imports the module of a method of your own;
     the config then has a section with the method's numbers.
 
+    Args:
+      name, make: of the method, see `MethodSpec`.
+      declared: other fields of `MethodSpec`.
+
     Raises:
       ValueError: the name is taken. A factory of the same name and module may register again, as
         in a notebook's cell.
     """
-    known = _METHODS.get(method.name, method)
-    if not same_name(method.make, known.make):
-        raise ValueError(f"there is a method {method.name!r} already; give yours another name")
-    _METHODS[method.name] = method
-    return method
+    spec = MethodSpec(name, make, **declared)
+    if not same_name(make, _METHODS.get(name, spec).make):
+        raise ValueError(f"there is a method {name!r} already; give yours another name")
+    _METHODS[name] = spec
+    return spec

@@ -1,4 +1,4 @@
-"""The frame of a method: the update of one replica, guarded, and its communication.
+"""What makes a transformation of one step of a method: its guard, and its communication.
 
 A method is one function, ``step(params, own, round, local)``, given to `method`; it calls ``local``
 once for its own update, and `Mixing` to communicate.
@@ -16,7 +16,7 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.permute import ReplicaAxis
-from decent_jax.optim import require, trees
+from decent_jax.optim import trees, validation
 from decent_jax.topology import Schedule
 
 _LEFT_OUT: Any = object()
@@ -122,7 +122,7 @@ def method(
     def init(params):
         gossip.mixable(params)  # refuses the arrays that it must not get, by their names
         if axis_name is not None:
-            require.mixes(optimizer, params)
+            validation.mixes(optimizer, params)
         # Arrays of their own: a donated state must not hold one twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
@@ -153,7 +153,7 @@ def method(
         which = None if axis_name is None else number
         local = Local(updates, value, mixed, active, state, optimizer, extra, which)
         after, kept, inner, ok = step(params, state.own, round, local)
-        change = jax.tree.map(lambda new, old: new - trees.or_zero(old), after, params)
+        change = jax.tree.map(lambda new, old: new - trees.finite_or_zero(old), after, params)
         failed = ~ok & active
         return change, GuardedState(
             inner,
@@ -218,9 +218,9 @@ class Mixing:
     rows: bool = True
 
     def __post_init__(self) -> None:
-        require.is_schedule(self.method, self.schedule)
+        validation.is_schedule(self.method, self.schedule)
         if self.rows:
-            require.row_stochastic(self.method, self.schedule)
+            validation.row_stochastic(self.method, self.schedule)
         if self.codec is not None:
             gossip.check_coded(self.schedule)
 
