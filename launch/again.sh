@@ -3,8 +3,8 @@
 #
 #   launch/again.sh python train.py --config FILE --workdir DIR --config.recovery.every=50
 #
-# So /dev/shm stays, where the process finds the copies of its replicas (recovery.every), and all
-# processes go on from there. It ends with the command's code where that is done (0), failed (1) or
+# So /dev/shm stays, with the in-memory checkpoints of the process (recovery.every), and all
+# processes resume from them. It ends with the command's code where that is done (0), failed (1) or
 # refused (2), after SIGTERM, which it passes on (also as process 1), and after AGAIN starts (20).
 set -u
 

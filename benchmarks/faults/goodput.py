@@ -9,7 +9,7 @@ and without the sleep below, and the rows of metrics of the two are compared. Ne
 run goes to FOLDER/goodput.jsonl; runs that have a row there are not made again. At the end the
 table is printed, and drawn to FOLDER/goodput.png.
 
-one_peer_exp, all_reduce   copies in memory, as they are by default
+one_peer_exp, all_reduce   in-memory checkpoints, as by default
 neighbours                 one_peer_exp with recovery.mirror=True: a whole host is lost with its
                            memory each time, a fifth one takes its place, and it is spare then
 disk                       one_peer_exp with recovery.every=0 and a checkpoint every 100 steps
@@ -40,7 +40,7 @@ from benchmarks.faults.peers import PROGRAMS, flags_of, pids_of
 from benchmarks.run_on_hosts import ROOT, SCRIPT, environment, hosts, inside, names_of_hosts
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.plots.style import new_figure, save
-from decent_jax.train.copies import MEMORY, folder_of
+from decent_jax.train.memory_checkpoints import MEMORY, folder_of
 
 UNDISTURBED_S, HOSTS, MBIT = 60.0, 4, 1000
 AGENT = "decent_jax.cluster.agent"

@@ -2,8 +2,9 @@
 
 On every host an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process is
 lost, the supervisor ends all of them at once and starts all of them again, the lost one on its own
-host or on a spare one; they go on from the copies of their replicas in the memory of their hosts
-(`decent_jax.train.copies`), else from the last checkpoint. Without a spare host, the others go on.
+host or on a spare one; they resume from the in-memory checkpoints of their hosts
+(`decent_jax.train.memory_checkpoints`), else from the last checkpoint on disk. Without a spare
+host, the run continues on the remaining ones.
 
 A process counts as lost when a signal ended it, or its agent is gone or does not answer. Which it
 was decides what happens, not which exit code is seen first: a survivor may well end before the
@@ -287,7 +288,7 @@ class Supervisor:
     def _in_place_of(self, member: Member, spare: list[Member], late: bool) -> Member | None:
         """The member if it is ready, else a spare one; None: there is none, or it may yet come.
 
-        Where an agent alone has died, the memory of its host still has the copies of its process.
+        If only an agent has died, its host still has the in-memory checkpoints of its process.
         """
         agent = member.agent
         if agent.is_ready():

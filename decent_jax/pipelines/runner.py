@@ -71,7 +71,7 @@ def _started(config: ConfigDict, workdir: str | Path) -> Iterator["Pipelines"]:
 class Pipelines:
     """See `decent_jax.train.loop.Runner`."""
 
-    evaluates, state, copies = True, None, None
+    evaluates, state, memory = True, None, None
     peak: float | None = None  # of the cells, whose devices this process does not know
 
     def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], cells: Cells):

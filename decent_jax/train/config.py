@@ -120,9 +120,13 @@ FIELDS = {
     "checkpoint.every_minutes": Changeable(10.0, "likewise, minutes; 0: never", at_least=0),
     "checkpoint.keep": Changeable(2, "newest ones kept, besides the best model's", at_least=1),
     "recovery.every": Changeable(
-        -1, "steps between copies in memory; 0: none; -1: at 1% of a step, supervised", at_least=-1
+        -1,
+        "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
+        at_least=-1,
     ),
-    "recovery.mirror": Changeable(False, "each process also keeps the copy of another one"),
+    "recovery.mirror": Changeable(
+        False, "whether each process also mirrors the in-memory checkpoint of another"
+    ),
     "eval.every": Changeable(500, "steps between evaluations; 0: at the end only", duration=True),
     "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
     "eval.batch_size": Changeable(0, "examples in one of them; 0: as in training", at_least=0),

@@ -1,9 +1,9 @@
 """Executables in memory that outlives a process: a restarted process neither traces nor compiles.
 
 A process that a supervisor restarts needs the executables of its predecessor. They are stored with
-its in-memory checkpoints (`decent_jax.train.copies`) and removed with them. jax's own cache is not
-enough: it holds only what process 0 compiled, executables for CPUs belong to one process, and a
-lookup needs the traced program, which takes most of the time.
+its in-memory checkpoints (`decent_jax.train.memory_checkpoints`) and removed with them. jax's own
+cache is not enough: it holds only what process 0 compiled, executables for CPUs belong to one
+process, and a lookup needs the traced program, which takes most of the time.
 
 An executable is used only while every source file that was loaded when it was compiled is
 unchanged: the task and its imports, this package, jax and the other libraries.

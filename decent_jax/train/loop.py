@@ -18,10 +18,10 @@ from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingF
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train import algorithm, goodput
 from decent_jax.train.checkpoint import Saver
-from decent_jax.train.copies import AUTOMATIC, Copies
 from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.goodput import Clock, Ledger
+from decent_jax.train.memory_checkpoints import AUTOMATIC, MemoryCheckpoints
 from decent_jax.train.metrics import MetricWriter, Report
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
@@ -37,7 +37,7 @@ class Runner(Protocol):
       evaluates: whether it evaluates, accounts for the time of the run and says how much is left,
         or leaves that to another process.
       peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: not known.
-      copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
+      memory: in-memory checkpoints (`decent_jax.train.memory_checkpoints`) of ``state``, or None.
       comm_metrics: of this process, `decent_jax.train.comm_metrics.CommMetrics`.
       messages: what ``run.json`` says of them, see `decent_jax.train.algorithm.messages`.
     """
@@ -47,7 +47,7 @@ class Runner(Protocol):
     state: Any
     evaluates: bool
     peak: float | None
-    copies: Any
+    memory: Any
     comm_metrics: Any
     messages: dict[str, float]
 
@@ -170,8 +170,10 @@ def train(
                             with clock.of("checkpoints"):
                                 saver.save(done, runner.state, clock.seconds, report.begun())
                             saved_at = clock.now()
-                    if runner.copies is not None:
-                        copy(runner.copies, runner.state, before, done, logs, report, saver)
+                    if runner.memory is not None:
+                        keep_in_memory(
+                            runner.memory, runner.state, before, done, logs, report, saver
+                        )
                     if stops and done < steps:
                         with clock.of("checkpoints"):
                             saver.checkpoints.wait()
@@ -200,8 +202,8 @@ def train(
 # --- The helpers of the loop ----------------------------------------------------------------------
 
 
-def copy(
-    copies: Copies,
+def keep_in_memory(
+    memory: MemoryCheckpoints,
     state: TrainState,
     before: int,
     done: int,
@@ -209,14 +211,14 @@ def copy(
     report: Report,
     saver: Saver,
 ) -> None:
-    """Copy the state after ``done`` steps into memory, where that fell due after ``before``."""
-    if logs and copies.every == AUTOMATIC:
+    """Start an in-memory checkpoint after ``done`` steps, if one fell due after ``before``."""
+    if logs and memory.every == AUTOMATIC:
         report.look_at_pending()
-        copies.settle(report.step_s)
-    if copies.due(before, done, logs):
+        memory.settle(report.step_s)
+    if memory.due(before, done, logs):
         if logs:  # the next row must not hold the steps of this one
             report.look_at_pending()
-        copies.begin(done, state, saver.meta(done, report.clock.seconds, report.begun(wait=False)))
+        memory.begin(done, state, saver.meta(done, report.clock.seconds, report.begun(wait=False)))
         supervise.reached(done)
 
 

@@ -22,12 +22,12 @@ from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.comm_metrics import CommMetrics, Times
-from decent_jax.train.copies import Copies, open_copies
 from decent_jax.train.delayed_step import Blocks
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache, open_cache
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
 from decent_jax.train.goodput import Clock, Idle, peak
+from decent_jax.train.memory_checkpoints import MemoryCheckpoints, open_memory_checkpoints
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
 
@@ -45,7 +45,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     with open_experiment(config, workdir) as (experiment, work):
         work.check_shared()
         runner = Synchronous(experiment, work)
-        with runner.copies or contextlib.nullcontext():
+        with runner.memory or contextlib.nullcontext():
             return loop.train(runner, work)
 
 
@@ -79,7 +79,7 @@ class Synchronous:
         self.comm_metrics = CommMetrics(work.path)
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
-        self.copies: Copies | None = open_copies(
+        self.memory: MemoryCheckpoints | None = open_memory_checkpoints(
             experiment.config, work, self.shapes, experiment.placement
         )
         self.state: Any = None
@@ -91,8 +91,8 @@ class Synchronous:
         window, saved = experiment.config.optimizer.accum_steps, self.checkpoints.steps()
         newest = saved[-1] if saved else -1
         found = None
-        if self.copies is not None:
-            found = self.copies.restore(self.shapes, experiment.placement, window, after=newest)
+        if self.memory is not None:
+            found = self.memory.restore(self.shapes, experiment.placement, window, after=newest)
         if found is None and saved:
             with work.announce("restoring the newest checkpoint"):
                 found = self.checkpoints.restore_newest(
@@ -109,7 +109,7 @@ class Synchronous:
     def training(self, start: int, ahead: int, clock: Clock) -> Iterator[None]:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
-        folder = None if self.copies is None else self.copies.folder
+        folder = None if self.memory is None else self.memory.folder
         cache = open_cache(experiment.config, folder, experiment.placement)
         self.programs = Programs(experiment, work, clock, self.cost, self.first, cache)
         self._profile = Profile(experiment.config.profile.count, work.path, work.say)

@@ -1,7 +1,7 @@
-"""What a process holds, sent to the process after it, and back: the loss of a host loses nothing.
+"""Mirroring of each process's rows in the next process, so that a lost host loses no state.
 
-Each device of a process sends its rows to the device with the same place in the next process, as a
-gossip message travels. The last process sends to the first.
+Each device sends its rows to the device at the same position in the next process, as a gossip
+message. The last process sends to the first.
 """
 
 import json
@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from decent_jax.replicas import Placement
 
 
-class Neighbours:
-    """Programs that all processes run at the same point; for two processes at least."""
+class Mirror:
+    """Programs that all processes run at the same point; needs at least two processes."""
 
     def __init__(self, placement: Placement):
         self._placement = placement
@@ -27,19 +27,19 @@ class Neighbours:
         self._back = self._sender([(target, source) for source, target in there])
 
     def send(self, tree: Any) -> Any:
-        """What the process before this one holds of the arrays (n, ...), in this one's rows."""
+        """The arrays (n, ...) whose rows of this process are those of the process before it."""
         return jax.block_until_ready(self._there(tree))
 
     def give_back(self, held: Any, lacks: bool, own: Any) -> Any:
-        """The tree of arrays as their owners had them.
+        """The arrays with the rows of their owners.
 
         Args:
-          held: what `send` returned; anything where the next process lacks nothing.
+          held: what `send` returned; anything if the next process has its rows.
           lacks: whether this process has lost its rows.
-          own: the arrays with its rows; anything where it ``lacks`` them.
+          own: the arrays with its rows; anything if it ``lacks`` them.
         """
-        given = jax.block_until_ready(self._back(held))
-        return given if lacks else own
+        returned = jax.block_until_ready(self._back(held))
+        return returned if lacks else own
 
     def _sender(self, pairs: list[tuple[int, int]]) -> Any:
         def body(tree):
@@ -50,7 +50,7 @@ class Neighbours:
 
 
 def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
-    """(from, to) for every place on the mesh, of which these processes have the devices.
+    """(from, to) for every position on the mesh; ``processes`` own the devices, in order.
 
     >>> pairs([0, 0, 1, 1, 2, 2])
     [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)]
@@ -58,20 +58,20 @@ def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
     places: dict[int, list[int]] = {}
     for place, process in enumerate(processes):
         places.setdefault(process, []).append(place)
-    own = [places[process] for process in sorted(places)]
+    sources = [places[process] for process in sorted(places)]
     return [
         pair
-        for mine, others in zip(own, [*own[1:], own[0]], strict=True)
-        for pair in zip(mine, others, strict=True)
+        for source, target in zip(sources, [*sources[1:], sources[0]], strict=True)
+        for pair in zip(source, target, strict=True)
     ]
 
 
 def from_first(value: Any, has_it: bool) -> Any:
-    """A value that JSON can hold, from the first process that has it; all call it together."""
+    """A JSON value, broadcast from the first process that has it; all call it together."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8) if has_it else np.zeros(0, np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: len(text)] = text
     source = int(np.flatnonzero(sizes)[0]) == jax.process_index()
-    found = np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source=source))
-    return json.loads(found.astype(np.uint8).tobytes().rstrip(b"\0"))
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source=source))
+    return json.loads(sent.astype(np.uint8).tobytes().rstrip(b"\0"))

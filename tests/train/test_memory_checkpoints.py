@@ -1,4 +1,4 @@
-"""Copies in memory: a run that died goes on from them as if nothing had happened."""
+"""In-memory checkpoints: a run that died resumes from them as if nothing had failed."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.format import format_bytes
 from decent_jax.train import config as config_lib
-from decent_jax.train import copies, copy_file, loop, saved_model, synchronous
+from decent_jax.train import loop, memory_checkpoints, saved_model, shard_file, synchronous
 from decent_jax.train.executable_cache import ExecutableCache, open_cache, version
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
@@ -66,14 +66,14 @@ class Dies(Signals):
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
-    """The folder of all copies, in place of the machine's memory."""
-    monkeypatch.setattr(copies, "MEMORY", tmp_path / "memory")
+    """A folder in place of /dev/shm."""
+    monkeypatch.setattr(memory_checkpoints, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 
 
 def configured(**changes):
-    """Copies after 4, 8 and 12 steps, rows after 3, 6, 9 and 12, a checkpoint at the end."""
+    """In memory after 4, 8 and 12 steps, rows after 3, 6, 9 and 12, on disk at the end."""
     changes = {"recovery": {"every": 4}, "checkpoint": {"every": 0}, "log": {"every": 3}} | changes
     return tiny.waves(**changes)
 
@@ -81,7 +81,7 @@ def configured(**changes):
 def die(config, folder, steps=10):
     with pytest.raises(Died), open_experiment(config, folder) as (experiment, work):
         runner = Synchronous(experiment, work)
-        with runner.copies:
+        with runner.memory:
             loop.train(runner, work, signals=Dies(steps))
 
 
@@ -89,18 +89,18 @@ def everything(folder, step=12):
     return jax.tree.leaves(saved_model.load_replicas(folder, step).params)
 
 
-def copies_in(memory):
-    return sorted(memory.glob("*/*/*/*.copy"), key=lambda path: int(path.stem))
+def files_in(memory):
+    return sorted(memory.glob("*/*/*/*.own"), key=lambda path: int(path.stem))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["diloco", "all_reduce", "sharded"])
 def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
-    """Model, optimizer, random state, data and the row that had begun; the copies then go."""
+    """Model, optimizer, random state, data and the unfinished row; the files are then removed."""
     config = configured(**ARMS[arm])
     tiny.run(config, tmp_path / "undisturbed")
     die(config, tmp_path / "run")
-    assert [path.stem for path in copies_in(memory)] == ["4", "8"]
+    assert [path.stem for path in files_in(memory)] == ["4", "8"]
     capsys.readouterr()
     tiny.run(config, tmp_path / "run")
     assert "resuming after step 8" in capsys.readouterr().err
@@ -109,11 +109,11 @@ def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
         everything(tmp_path / "run"), everything(tmp_path / "undisturbed"), strict=True
     ):
         np.testing.assert_array_equal(one, other)
-    assert not copies_in(memory)
+    assert not files_in(memory)
 
 
 class NeverLowered:
-    """In place of a step, where the programs of all rounds are kept."""
+    """In place of a step, where the executables of all rounds are cached."""
 
     def lower(self, *args, **kwargs):
         raise AssertionError("a program was traced again")
@@ -129,7 +129,7 @@ def supervised(monkeypatch):
 
 @contextlib.contextmanager
 def no_cache():
-    """Of jax: programs that come from there are not kept."""
+    """Of jax: executables that come from there are not cached again."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -153,7 +153,7 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
 
 
 @pytest.mark.slow
-def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(tmp_path, memory, supervised):
+def test_the_executables_of_an_overlapped_step_are_cached_one_by_one(tmp_path, memory, supervised):
     """Two gradients or steps, two for each of the two rounds, and a step without a round."""
     changes = {"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}
     config = configured(algorithm="noloco", mesh={"devices": 2}, **changes)
@@ -172,7 +172,7 @@ def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(tmp_path, memory
     assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
 
 
-def test_a_program_that_comes_from_the_cache_of_jax_is_not_kept(tmp_path, compile_once):
+def test_an_executable_from_the_cache_of_jax_is_not_cached_again(tmp_path, compile_once):
     """XLA for CPUs writes it without its kernels: what reads it fails when it is called."""
     x, new = np.arange(1000.0), time.time_ns() % 1e9  # no earlier run left it in the cache
 
@@ -180,8 +180,8 @@ def test_a_program_that_comes_from_the_cache_of_jax_is_not_kept(tmp_path, compil
         folder.mkdir()
         jax.clear_caches()
         lowered = jax.jit(lambda x: jnp.cumsum(jnp.where(x > 3, jnp.sin(x), new))).lower(x)
-        kept = ExecutableCache(folder, devices=jax.devices()[:1])
-        return kept.get("cumsum", lowered.compile)(x), list(folder.iterdir())
+        cache = ExecutableCache(folder, devices=jax.devices()[:1])
+        return cache.get("cumsum", lowered.compile)(x), list(folder.iterdir())
 
     first, written = get(tmp_path / "first")
     again, none = get(tmp_path / "again")
@@ -205,11 +205,11 @@ def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(
 ):
     config = configured(**ARMS["all_reduce"])
     die(config, tmp_path / "run")
-    (kept,) = memory.glob("*/*/*/*.executable")
-    kept.write_bytes(kept.read_bytes()[:1000])
+    (cached,) = memory.glob("*/*/*/*.executable")
+    cached.write_bytes(cached.read_bytes()[:1000])
     die(config, tmp_path / "run", steps=2)
-    assert [path.name for path in memory.glob("*/*/*/*.executable")] == [kept.name]
-    assert kept.stat().st_size > 1000
+    assert [path.name for path in memory.glob("*/*/*/*.executable")] == [cached.name]
+    assert cached.stat().st_size > 1000
     monkeypatch.setenv(rendezvous.SECRET, 32 * "t")
     die(config, tmp_path / "run", steps=2)
     assert len(list(memory.glob("*/*/*/*.executable"))) == 2
@@ -237,7 +237,7 @@ class Code:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
     def start(self):
-        """A process that has imported the model, and what of it was kept."""
+        """A process that has imported the model, and its cached executables."""
         version.cache_clear()
         importlib.invalidate_caches()
         shutil.rmtree(self.folder / "__pycache__", ignore_errors=True)
@@ -249,8 +249,8 @@ class Code:
             self.traced.append(None)
             return jax.jit(lambda x: model.apply(x)).lower(1.0).compile()
 
-        kept = ExecutableCache(self.folder, devices=jax.devices()[:1])
-        return lambda: float(kept.get("model", compiled)(1.0))
+        cache = ExecutableCache(self.folder, devices=jax.devices()[:1])
+        return lambda: float(cache.get("model", compiled)(1.0))
 
 
 def test_a_program_is_that_of_the_code_which_is_there(tmp_path, monkeypatch, supervised):
@@ -273,7 +273,7 @@ def test_a_program_is_that_of_the_code_which_is_there(tmp_path, monkeypatch, sup
 
 
 @pytest.mark.parametrize("step", [4, None])
-def test_a_copy_from_which_the_others_could_not_go_on_is_never_taken_later(
+def test_a_checkpoint_that_the_others_could_not_restore_is_never_taken_later(
     step, tmp_path, memory, monkeypatch
 ):
     """Its rows were removed, so that a run which went on from it would lack them."""
@@ -281,9 +281,9 @@ def test_a_copy_from_which_the_others_could_not_go_on_is_never_taken_later(
     tiny.run(config, tmp_path / "undisturbed")
     die(config, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "common", lambda *held: step)
+        patch.setattr(memory_checkpoints, "common", lambda *held: step)
         die(config, tmp_path / "run", steps=2)
-    assert [path.stem for path in copies_in(memory)] == ([] if step is None else ["4"])
+    assert [path.stem for path in files_in(memory)] == ([] if step is None else ["4"])
     tiny.run(config, tmp_path / "run")
     assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
 
@@ -310,18 +310,18 @@ def damage(path, place):
     ],
     ids=["array", "cut"],
 )
-def test_a_damaged_copy_is_named_and_the_one_before_it_taken(harm, tmp_path, memory, capsys):
+def test_a_damaged_file_is_named_and_the_one_before_it_taken(harm, tmp_path, memory, capsys):
     config = configured()
     die(config, tmp_path / "run")
-    harm(copies_in(memory)[-1])
+    harm(files_in(memory)[-1])
     capsys.readouterr()
     tiny.run(config, tmp_path / "run")
     said = capsys.readouterr().err
-    assert said.count("the copy of step 8 ") == 1 and "resuming after step 4" in said
+    assert said.count("/8.own ") == 1 and "resuming after step 4" in said
     assert tiny.summary(tmp_path / "run")["steps"] == 12
 
 
-def test_copies_of_another_run_are_not_taken(tmp_path, memory, capsys):
+def test_checkpoints_of_another_run_are_not_taken(tmp_path, memory, capsys):
     """Such as of one whose folder was removed."""
     config = configured()
     die(config, tmp_path / "run")
@@ -336,17 +336,17 @@ def test_a_full_memory_does_not_end_the_run(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(copy_file, "write", full)
+    monkeypatch.setattr(shard_file, "write", full)
     tiny.run(configured(), tmp_path / "run")
     said = capsys.readouterr().err
-    assert said.count("could not be copied") == 1 and "No space left" in said
+    assert said.count("no in-memory checkpoint") == 1 and "No space left" in said
     assert tiny.summary(tmp_path / "run")["steps"] == 12
 
 
 @pytest.fixture(params=["missing", "small"])
 def no_memory(request, memory, monkeypatch):
     if request.param == "missing":
-        monkeypatch.setattr(copies, "MEMORY", memory / "nothing")
+        monkeypatch.setattr(memory_checkpoints, "MEMORY", memory / "nothing")
     else:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000))
 
@@ -355,7 +355,7 @@ class Usage(NamedTuple):
     free: int
 
 
-def test_memory_that_copies_need_is_there_before_anything_compiles(no_memory, tmp_path):
+def test_the_memory_is_checked_before_anything_compiles(no_memory, tmp_path):
     config = configured()
     with (
         refused("recovery.every", 4),
@@ -366,7 +366,7 @@ def test_memory_that_copies_need_is_there_before_anything_compiles(no_memory, tm
 
 @pytest.mark.parametrize("hosts", ["a", "abbb", "baab", "aaaa"])
 def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeypatch):
-    """What their copies of before take is theirs again."""
+    """Space of their old files counts as free."""
     config = configured()
     with open_experiment(config, tmp_path / "run") as (experiment, work):
         shapes = jax.eval_shape(lambda: synchronous.init(experiment))
@@ -374,10 +374,10 @@ def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeyp
         held = 1000 * (hosts.count(hosts[0]) - 1)
         for k in range(1, len(hosts)):
             if hosts[k] == hosts[0]:
-                other = copies.folder_of(work.path).with_name(str(k))
+                other = memory_checkpoints.folder_of(work.path).with_name(str(k))
                 other.mkdir(parents=True)
-                (other / "4.copy").write_bytes(bytes(1000))
-        monkeypatch.setattr(copies.cluster, "hosts", lambda: list(hosts))
+                (other / "4.own").write_bytes(bytes(1000))
+        monkeypatch.setattr(memory_checkpoints.cluster, "hosts", lambda: list(hosts))
         needed = 3 * size * hosts.count(hosts[0]) - held
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(needed - 1))
         with refused("recovery.every", 4):
@@ -386,23 +386,30 @@ def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeyp
         Synchronous(experiment, work)
 
 
-def test_a_run_that_did_not_ask_for_copies_does_without(no_memory, tmp_path, monkeypatch, capsys):
+def test_a_run_that_did_not_ask_for_checkpoints_does_without(
+    no_memory, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv(PLACE, "0")
     tiny.run(configured(recovery={"every": -1}), tmp_path / "run")
-    assert capsys.readouterr().err.count("no copies are made") == 1
+    assert capsys.readouterr().err.count("no in-memory checkpoints") == 1
 
 
-def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, capsys):
+def test_a_supervised_run_chooses_the_interval(tmp_path, memory, monkeypatch, capsys):
     tiny.run(configured(recovery={"every": -1}), tmp_path / "alone")
-    assert "copies" not in capsys.readouterr().err and not list(memory.iterdir())
+    assert "in-memory" not in capsys.readouterr().err and not list(memory.iterdir())
     monkeypatch.setenv(PLACE, "a")
-    signals, ticks = tiny.SignalAfter(-1, 0), itertools.count()  # a copy takes two, a step 10 s
-    monkeypatch.setattr(copies, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    signals, ticks = (
+        tiny.SignalAfter(-1, 0),
+        itertools.count(),
+    )  # a checkpoint takes two, a step 10 s
+    monkeypatch.setattr(
+        memory_checkpoints, "time", SimpleNamespace(perf_counter=lambda: next(ticks))
+    )
     clock = Clock(lambda: 10.0 * signals.looks)
     config = configured(recovery={"every": -1}, log={"every": 1})
     with open_experiment(config, tmp_path / "run") as (experiment, work):
         runner = Synchronous(experiment, work)
-        with runner.copies:
+        with runner.memory:
             loop.train(runner, work, clock=clock, signals=signals)
     said = capsys.readouterr().err
     assert "every 20 steps the state is copied" in said and "2e+03 ms each" in said
@@ -411,7 +418,7 @@ def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, ca
 
 
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"trainer": "pipelines"}, {"trainer": "peers"}])
-def test_copies_that_would_never_be_made_or_taken_are_refused(changes):
+def test_intervals_that_would_never_be_used_are_refused(changes):
     with refused("recovery.every", 4):
         config_lib.check(configured(**changes))  # as each room does
     config_lib.check(configured(steps=3, epochs=1.0))  # which count instead of steps
@@ -421,9 +428,9 @@ def test_copies_that_would_never_be_made_or_taken_are_refused(changes):
 
 
 @given(st.data())
-def test_processes_that_are_one_copy_apart_have_one_in_common(data):
-    """By the rule of `Copies`: one copy is written at a time, and the two before it stay."""
-    newest = data.draw(st.integers(2, 50), label="copies begun by those ahead")
+def test_processes_that_are_one_checkpoint_apart_have_one_in_common(data):
+    """`MemoryCheckpoints` writes one at a time, and the two before it stay."""
+    newest = data.draw(st.integers(2, 50), label="checkpoints begun by those ahead")
     held = []
     for _ in range(data.draw(st.integers(1, 6), label="processes")):
         begun = newest - data.draw(st.booleans(), label="behind")
@@ -432,17 +439,17 @@ def test_processes_that_are_one_copy_apart_have_one_in_common(data):
             own.append(begun)
         held.append([*own, *[-1] * (3 - len(own))])
     none = -np.ones((len(held), 3), int)
-    found = copies.common(np.array(held), none, -1)
+    found = memory_checkpoints.common(np.array(held), none, -1)
     assert found is not None and found >= newest - 2
     assert all(found in own for own in held)
     assert not any(all(step in own for own in held) for step in range(found + 1, newest + 1))
-    assert copies.common(np.array(held), none, found) is None
+    assert memory_checkpoints.common(np.array(held), none, found) is None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6))
 def test_the_rows_of_a_lost_host_come_from_the_next_process(held):
     """Of each process, whether it has its own rows of step 7, and those of the one before it."""
     own, others = ([[7 if has else -1] for has in column] for column in zip(*held, strict=True))
-    found = copies.common(np.array(own), np.array(others), -1)
+    found = memory_checkpoints.common(np.array(own), np.array(others), -1)
     n = len(held)
     assert (found == 7) == all(held[p][0] or held[(p + 1) % n][1] for p in range(n))

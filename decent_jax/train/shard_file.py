@@ -1,6 +1,7 @@
-"""One file with the parts of arrays that this process's devices hold, and a checksum.
+"""A file with the array shards of this process's devices.
 
-It is the length of a header, the header (JSON), the bytes of the parts, and a CRC-32 of both.
+It contains the length of a header, the header (JSON), the bytes of the shards, and a CRC-32 of
+header and shards.
 """
 
 import json
@@ -15,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 _LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
-_FORMAT = "decent_jax.copy/1"
+_FORMAT = "decent_jax.shards/1"
 
 
-class Part(NamedTuple):
-    """What one device holds of an array.
+class Shard(NamedTuple):
+    """The part of an array that one device holds.
 
     Attributes:
-      index: [[start, stop], ...] in the whole array, for each of its dimensions.
+      index: [start, stop] in the whole array, per dimension.
       data: on the host.
     """
 
@@ -30,37 +31,37 @@ class Part(NamedTuple):
     data: np.ndarray
 
 
-def parts_of(x: jax.Array) -> list[Part]:
-    """Those of the devices of this process, in the order of their numbers."""
+def shards_of(x: jax.Array) -> list[Shard]:
+    """The shards of this process's devices, ordered by device id."""
     shards = sorted(x.addressable_shards, key=lambda shard: shard.device.id)
-    return [Part(spans(shard.index, x.shape), np.asarray(shard.data)) for shard in shards]
+    return [Shard(spans(shard.index, x.shape), np.asarray(shard.data)) for shard in shards]
 
 
 def spans(index: Any, shape: tuple[int, ...]) -> list[list[int]]:
-    return [list(one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)]
+    return [list(cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True)]
 
 
-def write(path: Path, header: dict[str, Any], arrays: dict[str, list[Part]]) -> None:
-    """Write a file that `read` reads; OSError where it cannot be written."""
+def write(path: Path, header: dict[str, Any], arrays: dict[str, list[Shard]]) -> None:
+    """Write a file for `read`; OSError if it cannot be written."""
     about = {
-        name: [[part.index, part.data.dtype.name, part.data.shape] for part in parts]
-        for name, parts in arrays.items()
+        name: [[shard.index, shard.data.dtype.name, shard.data.shape] for shard in shards]
+        for name, shards in arrays.items()
     }
     text = json.dumps(header | {"format": _FORMAT, "arrays": about}).encode()
     checksum = zlib.crc32(text)
     with path.open("wb", buffering=0) as file:
         file.write(_LENGTH.pack(len(text)) + text)
-        for part in (part for parts in arrays.values() for part in parts):
-            data = np.ascontiguousarray(part.data).reshape(-1).view(np.uint8)
+        for shard in (shard for shards in arrays.values() for shard in shards):
+            data = np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8)
             checksum = zlib.crc32(data.data, checksum)
             written = 0
-            while written < data.nbytes:  # the kernel takes 2 GB at once
+            while written < data.nbytes:  # the kernel writes at most 2 GB per call
                 written += file.write(data[written:].data)
         file.write(_CHECKSUM.pack(checksum))
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header alone, without a look at the arrays.
+    """The header; the arrays are neither read nor verified.
 
     Raises:
       OSError, ValueError, LookupError: it cannot be read.
@@ -73,7 +74,7 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, list[Part]]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
     """The header and the arrays.
 
     Raises:
@@ -84,12 +85,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, list[Part]]]:
     start, end = _LENGTH.size + length, len(raw) - _CHECKSUM.size
     if zlib.crc32(raw[_LENGTH.size : end].data) != _CHECKSUM.unpack(raw[end:].data)[0]:
         raise ValueError("it does not match its checksum")
-    arrays: dict[str, list[Part]] = {}
-    for name, parts in header["arrays"].items():
+    arrays: dict[str, list[Shard]] = {}
+    for name, shards in header["arrays"].items():
         arrays[name] = []
-        for index, dtype, shape in parts:
+        for index, dtype, shape in shards:
             kind = jnp.dtype(dtype)
             size = math.prod(shape) * kind.itemsize
-            arrays[name].append(Part(index, raw[start : start + size].view(kind).reshape(shape)))
+            arrays[name].append(Shard(index, raw[start : start + size].view(kind).reshape(shape)))
             start += size
     return header, arrays
