@@ -1,4 +1,4 @@
-"""Keep a run going when a process or a host is lost: start its processes, and start them again.
+"""Keep a run going when a process or a host is lost: start its processes, and restart them.
 
     decent-jax supervise --processes 4 -- \\
         train.py --config configs/quickstart.py --workdir runs/mine
@@ -7,12 +7,12 @@
         train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
 
 It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
-process dies (of a signal, with its host, or silent for cluster.heartbeat_s), all of them end and
-start again within seconds, from the copies of their replicas that every host keeps in its memory
-(recovery.every), else from the last checkpoint. The lost process starts on its own host, or on a
-spare one; where neither answers it is left out. Then a replica keeps its share: when one of four
-processes is gone, num_replicas and batch_size become three quarters, and learning rate and steps
-stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
+process dies (of a signal, with its host, or silent for cluster.heartbeat_s), all processes end and
+restart within seconds, from the in-memory checkpoints of their hosts (recovery.every), else from
+the last checkpoint on disk. The lost process restarts on its own host or on a spare one; if neither
+answers, the run continues without it. Each replica then keeps its share: without one of four
+processes, num_replicas and batch_size become three quarters, and learning rate and steps stay. If
+the schedule does not allow the new number of replicas, one_peer_exp replaces it.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
 run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. However
