@@ -114,12 +114,12 @@ def steps_of(workdir: Path, hosts: int, peers: bool) -> dict[str, Any]:
     if len(rows) < 2:
         return {"step_s": {}}
     last = {name: rows[-1][name] - rows[0][name] for name in rows[0] if name in rows[-1]}
-    slots = sorted(path.name for path in (workdir / "peers").glob("[0-9]*"))
+    ranks = sorted(path.name for path in (workdir / "peers").glob("[0-9]*"))
     seconds = {}
-    for slot in slots:
-        made = max(last[f"peers/{slot}/steps"], 1)
-        seconds[slot] = step_s(workdir / "peers" / slot) or last["perf/wall_time_s"] / made
-    made = sum(last[f"peers/{slot}/steps"] for slot in slots)
+    for rank in ranks:
+        made = max(last[f"peers/{rank}/steps"], 1)
+        seconds[rank] = step_s(workdir / "peers" / rank) or last["perf/wall_time_s"] / made
+    made = sum(last[f"peers/{rank}/steps"] for rank in ranks)
     names = ("met", "declined", "not_understood", "lost")
     return {"step_s": seconds} | {name: last[f"peers/{name}"] / made for name in names}
 

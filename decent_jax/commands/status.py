@@ -147,7 +147,7 @@ def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     kind, computes, waits = "process", "comm/gradient_s", "comm/message_s"
     if state.start.get("stages"):
         kind, computes, waits = "cell", "compute_s", "wait_s"
-    peers = {str(slot): one for slot, one in state.peers.items()}
+    peers = {str(rank): one for rank, one in state.peers.items()}
     trains = "trains" if state.word in ("running", "silent") else state.word
     for what, found in ((kind, state.processes), ("peer", peers)):
         taken = {k: one.get("step_s", one.get(computes)) for k, one in found.items()}

@@ -19,7 +19,7 @@ from decent_jax.ground.run_folder import METRICS, SCORES, START, entries, read_m
 
 LOCK = ".lock"  # of a run directory; says who has it
 PROCESSES = "processes"  # folder of a run of several: K.json is what process K says of itself
-PEERS = "peers"  # folder of a run of peers: peers/SLOT/ is the run of a peer
+PEERS = "peers"  # folder of a run of peers: peers/RANK/ is the run of a peer
 _RECENT_ROWS = 10  # which say how long a step takes
 _SILENT_S = 60.0  # on another host, after which nobody says that a run still runs
 
@@ -40,7 +40,7 @@ class RunState:
     runs: whether it runs; None: its host is another one, so only `seen` tells.
     seen: the last sign of life, in seconds since the epoch.
     saved: the step of the newest checkpoint.
-    peers: by slot, what is known of each peer, see `_peers`.
+    peers: by rank, what is known of each peer, see `_peers`.
     processes: by name, what each `decent_jax.train.comm_metrics.CommMetrics` wrote.
     """
 
@@ -222,14 +222,14 @@ def _newest_checkpoint(path: Path) -> int | None:
 
 
 def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By slot: ``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale``.
+    """By rank: ``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale``.
 
     Of the peer's own rows, and of the last row of the run that names it.
     """
-    slots = [p for p in (path / PEERS).glob("*") if p.name.isdecimal()]
+    ranks = [p for p in (path / PEERS).glob("*") if p.name.isdecimal()]
     alive = entries(path / "peers.json")
     found = {}
-    for folder in sorted(slots, key=lambda p: int(p.name)):
+    for folder in sorted(ranks, key=lambda p: int(p.name)):
         name = f"{PEERS}/{folder.name}"
         ours = next((row for row in reversed(rows) if f"{name}/steps" in row), {})
         try:

@@ -20,7 +20,7 @@ from decent_jax.peers.roster import Roster
 
 _LOOK_S = 0.2
 _THREADS = 8  # of a peer: it trains, reports, gives its copy
-_NOBODY = {"incarnation": -1, "steps": 0, "alive": False, "ready": False, "member": False}
+_NOBODY = {"generation": -1, "steps": 0, "alive": False, "ready": False, "member": False}
 
 
 class _Live(NamedTuple):
@@ -44,12 +44,12 @@ class Crew:
     Attributes:
       roster: what the peers report.
       secret: with which they ask each other and the roster.
-      live: {slot: peer} of those that run.
+      live: {rank: peer} of those that run.
       ended: peers at the end of the run, which give their last parameters.
-      gone: slots whose peers died or left, and were not replaced.
-      deaths: number of them in each slot.
+      gone: ranks whose peers died or left, and were not replaced.
+      deaths: number of them in each rank.
       unsaved: peers that were killed because they did not end.
-      looked: {slot: what is known of it}, see `Roster.look`.
+      looked: {rank: what is known of it}, see `Roster.look`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Crew:
         self.gone: set[int] = set()
         self.deaths: Counter[int] = Counter()
         self.unsaved = 0
-        self._leaving: set[int] = set()  # slots whose peers `resize` has told to leave
+        self._leaving: set[int] = set()  # ranks whose peers `resize` has told to leave
         self._said: set[str] = set()
         self._reached = 0
         self.roster = Roster(config.peers.silent_s, peer_run.known_steps(folder, before))
@@ -88,19 +88,19 @@ class Crew:
         self._address = address
         wanted = peer_run.count_of(self.config)
         of_before = peer_run.resumed(self.folder, self._before)
-        slots = sorted(of_before)[:wanted]
-        for slot in slots + peer_run.free_slots(slots, wanted - len(slots)):
-            self._start(slot, copy=self.start > 0 and slot not in of_before)
+        ranks = sorted(of_before)[:wanted]
+        for rank in ranks + peer_run.free_ranks(ranks, wanted - len(ranks)):
+            self._start(rank, copy=self.start > 0 and rank not in of_before)
 
-    def _start(self, slot: int, copy: bool) -> None:
-        """Start a peer in the slot; with ``copy`` it joins as a copy of a live one."""
-        peers, before = self.config.peers, self.of(slot)
-        made = events.incarnations(self.folder / FOLDER / str(slot))
+    def _start(self, rank: int, copy: bool) -> None:
+        """Start a peer in the rank; with ``copy`` it joins as a copy of a live one."""
+        peers, before = self.config.peers, self.of(rank)
+        made = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
             self.config.to_dict(),
             str(self.folder),
-            slot,
-            max([before["incarnation"], *made]) + 1,
+            rank,
+            max([before["generation"], *made]) + 1,
             before["steps"] if copy else None,
             self.streams,
             self.step() * self.config.num_replicas,
@@ -113,44 +113,44 @@ class Crew:
             gpus=peers.gpus,
             threads=_THREADS,
         )
-        self.roster.add(slot, place.incarnation, copy)
-        self.live[slot] = _Live(actor, actor.call("train"))
-        self.gone.discard(slot)
+        self.roster.add(rank, place.generation, copy)
+        self.live[rank] = _Live(actor, actor.call("train"))
+        self.gone.discard(rank)
 
     def collect(self) -> None:
         """Wait a moment for peers that end, and replace those that died."""
-        calls = {slot: one.training for slot, one in self.live.items()}
-        for slot in self._actors.ended(calls, _LOOK_S):
-            one = self.live.pop(slot)
-            self.roster.remove(slot)
-            leaves = slot in self._leaving
-            self._leaving.discard(slot)
+        calls = {rank: one.training for rank, one in self.live.items()}
+        for rank in self._actors.ended(calls, _LOOK_S):
+            one = self.live.pop(rank)
+            self.roster.remove(rank)
+            leaves = rank in self._leaving
+            self._leaving.discard(rank)
             try:
                 result = one.training.result()
             except Unanswered as error:
                 one.actor.kill()  # it may have failed only to answer, and another comes
-                self.deaths[slot] += 1
-                self._say(f"peer {slot} {error}; {len(self.live)} go on")
-                self._replace(slot, leaves or self.deaths[slot] > self.config.peers.restarts)
+                self.deaths[rank] += 1
+                self._say(f"peer {rank} {error}; {len(self.live)} go on")
+                self._replace(rank, leaves or self.deaths[rank] > self.config.peers.restarts)
                 continue
             if result["how"] == "end":
                 self.ended.append(one.actor)
                 continue
             one.actor.kill()
             if result["how"] == "lag":
-                self._say(f"peer {slot} has lagged too far behind; {len(self.live)} go on")
-                self._replace(slot, leaves)
+                self._say(f"peer {rank} has lagged too far behind; {len(self.live)} go on")
+                self._replace(rank, leaves)
             elif result["how"] == "leave":
-                self.gone.add(slot)
+                self.gone.add(rank)
                 steps = result["steps"]
-                self._say(f"peer {slot} has left after {steps} steps; {len(self.live)} go on")
+                self._say(f"peer {rank} has left after {steps} steps; {len(self.live)} go on")
 
-    def _replace(self, slot: int, leaves: bool) -> None:
+    def _replace(self, rank: int, leaves: bool) -> None:
         """Start another peer in the place of one that is gone, unless it should leave."""
-        self.gone.add(slot)
+        self.gone.add(rank)
         if self.live and self.step() < self._steps and not leaves:
-            self._start(slot, copy=True)
-            self._say(f"peer {slot} starts again and joins with a copy of a live peer")
+            self._start(rank, copy=True)
+            self._say(f"peer {rank} starts again and joins with a copy of a live peer")
 
     def resize(self) -> None:
         """Follow ``decent-jax peers resize``."""
@@ -165,12 +165,12 @@ class Crew:
             return
         path.unlink()
         stay = sorted(self.live.keys() - self._leaving)
-        for slot in peer_run.free_slots(list(self.live), wanted - len(stay)):
-            self._say(f"peer {slot} starts and joins with a copy of a live peer")
-            self._start(slot, copy=True)
-        for slot in stay[wanted:]:
-            self._leaving.add(slot)
-            self.live[slot].actor.call("leave", "leave")
+        for rank in peer_run.free_ranks(list(self.live), wanted - len(stay)):
+            self._say(f"peer {rank} starts and joins with a copy of a live peer")
+            self._start(rank, copy=True)
+        for rank in stay[wanted:]:
+            self._leaving.add(rank)
+            self.live[rank].actor.call("leave", "leave")
 
     def stop(self) -> None:
         """Let all peers save and end."""
@@ -181,23 +181,23 @@ class Crew:
         """Kill the peers that still run: too ``late``, or there is nobody to join any more."""
         self.unsaved += len(self.live)
         peers = self.config.peers
-        for slot, one in self.live.items():
+        for rank, one in self.live.items():
             why = "had not begun to train when the others ended"
             if late:
                 why = f"did not end within peers.stop_s ({peers.stop_s:g} s)"
-            elif self.of(slot)["ready"]:
+            elif self.of(rank)["ready"]:
                 why = f"has been silent for peers.silent_s ({peers.silent_s:g} s)"
-            self._say(f"peer {slot} {why} and is killed")
+            self._say(f"peer {rank} {why} and is killed")
             one.actor.kill()
         self.live.clear()
 
     # --- What is known of all ---------------------------------------------------------------------
 
     def look(self) -> dict[int, dict[str, Any]]:
-        """What is known of all slots now, which `looked` keeps; says what has changed."""
+        """What is known of all ranks now, which `looked` keeps; says what has changed."""
         self.looked = self.roster.look()
-        for slot, one in self.looked.items():
-            self._say_changes(slot, one)
+        for rank, one in self.looked.items():
+            self._say_changes(rank, one)
         return self.looked
 
     def copies(self, actors: list[Actor]) -> list[Any]:
@@ -213,9 +213,9 @@ class Crew:
                 found.append(calls[k].result(seconds))
         return [copy for copy in found if copy is not None]
 
-    def of(self, slot: int) -> dict[str, Any]:
-        """What is known of a slot, see `Roster.look`."""
-        return self.looked.get(slot, {"slot": slot, **_NOBODY})
+    def of(self, rank: int) -> dict[str, Any]:
+        """What is known of a rank, see `Roster.look`."""
+        return self.looked.get(rank, {"rank": rank, **_NOBODY})
 
     def step(self) -> int:
         """Common progress in steps of the run."""
@@ -225,23 +225,23 @@ class Crew:
 
     def trains(self) -> bool:
         """Whether somebody trains, as far as anybody knows."""
-        return any(self.of(slot)["member"] for slot in self.live)
+        return any(self.of(rank)["member"] for rank in self.live)
 
-    def _say_changes(self, slot: int, one: dict[str, Any]) -> None:
-        if slot not in self.live:
+    def _say_changes(self, rank: int, one: dict[str, Any]) -> None:
+        if rank not in self.live:
             return
-        name = f"peer {slot}.{one['incarnation']}"
+        name = f"peer {rank}.{one['generation']}"
         if one["ready"] and not one["member"]:
             self._say_once(
-                f"{name} is silent", f"peer {slot} is silent; the others go on without it"
+                f"{name} is silent", f"peer {rank} is silent; the others go on without it"
             )
-        if one["member"] and one["incarnation"]:
+        if one["member"] and one["generation"]:
             self._say_once(
-                f"{name} trains", f"peer {slot} trains again, as {slot}.{one['incarnation']}"
+                f"{name} trains", f"peer {rank} trains again, as {rank}.{one['generation']}"
             )
         if one["member"] and f"{name} is silent" in self._said:
             self._said.discard(f"{name} is silent")
-            self._say(f"peer {slot} is back")
+            self._say(f"peer {rank} is back")
 
     def _say_once(self, what: str, words: str) -> None:
         if what not in self._said:

@@ -110,7 +110,7 @@ class Whole:
         peers = [one for one in reported if one["alive"]] or reported
         total, count, means = 0.0, 0, []
         for one in reported:
-            now, peer = one.get("losses", (0.0, 0)), (one["slot"], one["incarnation"])
+            now, peer = one.get("losses", (0.0, 0)), (one["rank"], one["generation"])
             before = self._losses.get(peer, (0.0, 0))
             self._losses[peer] = now
             if now[1] > before[1]:
@@ -133,9 +133,9 @@ class Whole:
             "peers/live": float(len(peers)),
             **{f"peers/{name}": float(count) for name, count in counts_of(peers).items()},
             **{
-                f"peers/{one['slot']}/{name}": float(one.get(name, 0))
+                f"peers/{one['rank']}/{name}": float(one.get(name, 0))
                 for one in peers
-                for name in ("steps", "incarnation", "stale")
+                for name in ("steps", "generation", "stale")
             },
         }
 
@@ -328,7 +328,7 @@ class Driver:
             steps=experiment.steps,
             training_seconds=round(self._seconds(), 3),
             peers={
-                "slots": {slot: one["steps"] for slot, one in sorted(self.crew.looked.items())},
+                "ranks": {rank: one["steps"] for rank, one in sorted(self.crew.looked.items())},
                 "died": self.crew.deaths.total(),
                 "meetings": counts_of(self.crew.looked.values()),
             },
@@ -345,11 +345,11 @@ class Driver:
             "streams": self.crew.streams,
             "batch": self.config.batch_size // self.config.num_replicas,
             "peers": {
-                str(slot): {
+                str(rank): {
                     "steps": one["steps"],
-                    "alive": slot not in self.crew.gone and one["incarnation"] >= 0,
+                    "alive": rank not in self.crew.gone and one["generation"] >= 0,
                 }
-                for slot, one in sorted(self.crew.looked.items())
+                for rank, one in sorted(self.crew.looked.items())
             },
         }
         write_json_atomic(self.work.path / peer_run.MANIFEST, entries)

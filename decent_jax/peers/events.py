@@ -1,6 +1,6 @@
 """The event log of a peer: everything that decides what its parameters become.
 
-``peers/SLOT/events-INCARNATION.jsonl`` has one JSON object per line:
+``peers/RANK/events-GENERATION.jsonl`` has one JSON object per line:
 
 | line | meaning |
 |---|---|
@@ -36,11 +36,11 @@ _KINDS = (_MET, _VERSION, {"t": int, "rate": int}, {"end": int, "crc": int})  # 
 
 
 class EventLog:
-    """Writes the log of one incarnation, from any thread."""
+    """Writes the log of one generation, from any thread."""
 
-    def __init__(self, folder: Path, incarnation: int):
+    def __init__(self, folder: Path, generation: int):
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = path(folder, incarnation).open("w")
+        self._file = path(folder, generation).open("w")
         self._lock = threading.Lock()
 
     def write(self, **event: Any) -> None:
@@ -63,13 +63,13 @@ class EventLog:
             self._file.close()
 
 
-def path(folder: Path, incarnation: int) -> Path:
-    """The file of an incarnation."""
-    return folder / f"events-{incarnation}.jsonl"
+def path(folder: Path, generation: int) -> Path:
+    """The file of an generation."""
+    return folder / f"events-{generation}.jsonl"
 
 
-def incarnations(folder: Path) -> list[int]:
-    """The incarnations of a slot, in order."""
+def generations(folder: Path) -> list[int]:
+    """The generations of a rank, in order."""
     found = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl") if p.is_file())
     return sorted(int(number) for number in found if number.isdecimal())
 

@@ -25,7 +25,7 @@ from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
-FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
+FOLDER = "peers"  # of a run: peers/RANK/ is the run of a peer
 MANIFEST = "peers.json"  # how far a run is, who was alive, and which streams of data there are
 COUNT, MOST = "count.json", 2**16  # in it: how many peers `resize` wants; at most so many
 _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
@@ -36,21 +36,21 @@ class Place(NamedTuple):
 
     config: dict[str, Any]  # of the whole run
     workdir: str  # of the whole run
-    slot: int  # also its stream of data
-    incarnation: int  # counts the peers that a slot has had
+    rank: int  # also its stream of data
+    generation: int  # counts the peers that a rank has had
     start: int | None  # the step to begin with as a copy of a live peer; None: its own checkpoint
     num_streams: int
-    all_steps: int = 0  # of all slots together, by then
+    all_steps: int = 0  # of all ranks together, by then
 
     @property
     def name(self) -> str:
-        """ "slot.incarnation"."""
-        return f"{self.slot}.{self.incarnation}"
+        """ "rank.generation"."""
+        return f"{self.rank}.{self.generation}"
 
     @property
     def folder(self) -> Path:
         """Of the peer's own run."""
-        return Path(self.workdir) / FOLDER / str(self.slot)
+        return Path(self.workdir) / FOLDER / str(self.rank)
 
 
 def check(config: ConfigDict) -> None:
@@ -109,13 +109,13 @@ def forget(folder: Path, first: int) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    config: ConfigDict, workdir: str | Path, slot: int = 0
+    config: ConfigDict, workdir: str | Path, rank: int = 0
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one replica with the steps, durations and learning rate of the whole run.
 
     Its optimizer makes local steps only, and takes its rate from the counts that
     `Boundary.at_progress` sets; `Boundary.meet` does what a method does in a round. Its random
-    numbers are those of the slot.
+    numbers are those of the rank.
 
     Raises:
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
@@ -143,17 +143,17 @@ def open_run(
             task.decay_mask,
             experiment.placement.axis_name,
         )
-        yield experiment._replace(config=own, tx=no_rounds(tx, slot)), work
+        yield experiment._replace(config=own, tx=no_rounds(tx, rank)), work
 
 
 @contextlib.contextmanager
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one peer: its stream of data, its share of the batch, its folder."""
     config = ConfigDict(place.config)
-    with open_run(config, place.folder, place.slot) as (experiment, work):
+    with open_run(config, place.folder, place.rank) as (experiment, work):
         size = config.batch_size // config.num_replicas
         task = experiment.task
-        task.train_source = Stream(task.train_source, place.slot, place.num_streams, size)
+        task.train_source = Stream(task.train_source, place.rank, place.num_streams, size)
         own = ConfigDict(experiment.config.to_dict())
         own.batch_size = size
         # No peer makes more steps than all of them together.
@@ -195,9 +195,9 @@ class Stream:
         return grain.MapDataset.source(rows)[self._stream :: n]
 
 
-def free_slots(taken: list[int], count: int) -> list[int]:
-    """The lowest slots that are free."""
-    free = (slot for slot in itertools.count() if slot not in taken)
+def free_ranks(taken: list[int], count: int) -> list[int]:
+    """The lowest ranks that are free."""
+    free = (rank for rank in itertools.count() if rank not in taken)
     return list(itertools.islice(free, max(count, 0)))
 
 
@@ -231,31 +231,31 @@ def _is_manifest(found: Any) -> bool:
         and min(found["batch"], found["streams"]) > 0
         and (found.get("best") is None or is_real(found["best"]))
         and all(
-            slot.isdecimal() and len(slot) < 10 and fits(one, {"steps": int, "alive": bool})
-            for slot, one in found["peers"].items()
+            rank.isdecimal() and len(rank) < 10 and fits(one, {"steps": int, "alive": bool})
+            for rank, one in found["peers"].items()
         )
     )
 
 
 def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
-    """{slot: step of its newest checkpoint}: the peers that go on from their own.
+    """{rank: step of its newest checkpoint}: the peers that go on from their own.
 
     Those that were alive; where none of them has saved, those that had died or left, too.
     """
     entries = manifest.get("peers", {})
-    saved = {slot: saved_steps(workdir / FOLDER / slot) for slot in entries}
-    slots = [slot for slot in entries if saved[slot]]
-    alive = [slot for slot in slots if entries[slot]["alive"]]
-    return {int(slot): max(saved[slot]) for slot in alive or slots}
+    saved = {rank: saved_steps(workdir / FOLDER / rank) for rank in entries}
+    ranks = [rank for rank in entries if saved[rank]]
+    alive = [rank for rank in ranks if entries[rank]["alive"]]
+    return {int(rank): max(saved[rank]) for rank in alive or ranks}
 
 
 def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
-    """{slot: steps}: those of the newest checkpoint where the slot goes on from it."""
+    """{rank: steps}: those of the newest checkpoint where the rank goes on from it."""
     known = resumed(workdir, manifest)
     if not known:  # killed before any peer has saved: all begin anew
         return {}
     entries = manifest.get("peers", {})
-    return {int(slot): entry["steps"] for slot, entry in entries.items()} | known
+    return {int(rank): entry["steps"] for rank, entry in entries.items()} | known
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -32,9 +32,9 @@ from decent_jax.train.synchronous import init
 
 
 class Replayed(NamedTuple):
-    """One incarnation after its replay."""
+    """One generation after its replay."""
 
-    peer: str  # "slot.incarnation"
+    peer: str  # "rank.generation"
     steps: tuple[int, int]  # the first, and after the last
     meetings: int
     versions: int
@@ -43,10 +43,10 @@ class Replayed(NamedTuple):
 
 
 class Log:
-    """The events of an incarnation, by step."""
+    """The events of an generation, by step."""
 
-    def __init__(self, slot: int, incarnation: int, lines: Iterator[dict[str, Any]]):
-        self.slot, self.name = slot, f"{slot}.{incarnation}"
+    def __init__(self, rank: int, generation: int, lines: Iterator[dict[str, Any]]):
+        self.rank, self.name = rank, f"{rank}.{generation}"
         first = next(lines)
         self.start, self.origin = first["start"], first["origin"]
         self.rates: dict[int, int] = {}
@@ -78,18 +78,18 @@ class Log:
 
 
 def read_logs(workdir: Path) -> list[Log]:
-    """The logs of all incarnations of all peers.
+    """The logs of all generations of all peers.
 
     Raises:
       RunError: there are none.
     """
     logs = []
-    slots = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]
-    for folder in sorted(slots, key=lambda path: int(path.name)):
-        for incarnation in events.incarnations(folder):
+    ranks = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]
+    for folder in sorted(ranks, key=lambda path: int(path.name)):
+        for generation in events.generations(folder):
             with contextlib.suppress(StopIteration):  # killed before it has written a line
-                lines = events.read(events.path(folder, incarnation))
-                logs.append(Log(int(folder.name), incarnation, lines))
+                lines = events.read(events.path(folder, generation))
+                logs.append(Log(int(folder.name), generation, lines))
     if not logs:
         raise RunError(f"{workdir} holds no run of peers: there is no {FOLDER}/*/events-*.jsonl")
     return logs
@@ -119,10 +119,10 @@ def replay(
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # where replicas are
         experiments = {
-            slot: stack.enter_context(
-                open_peer(Place(config, str(workdir), slot, 0, None, manifest["streams"]))
+            rank: stack.enter_context(
+                open_peer(Place(config, str(workdir), rank, 0, None, manifest["streams"]))
             )[0]
-            for slot in sorted({log.slot for log in logs})
+            for rank in sorted({log.rank for log in logs})
         }
         return _Replay(ConfigDict(config), experiments, logs, say, observe).run()
 
@@ -161,8 +161,8 @@ class _Replay:
         return sorted(self.done, key=lambda one: tuple(map(int, one.peer.split("."))))
 
     def _replay(self, log: Log) -> Iterator[tuple]:
-        """One incarnation; yields each copy and state that it needs to go on."""
-        experiment, changes = self.experiments[log.slot], self.changes
+        """One generation; yields each copy and state that it needs to go on."""
+        experiment, changes = self.experiments[log.rank], self.changes
         if log.origin:
             need = (log.origin["peer"], log.origin["t"], log.origin["when"])
             yield need
@@ -221,7 +221,7 @@ class _Replay:
     def _step(self, state: TrainState, block: Any, log: Log, t: int) -> TrainState:
         state = self.changes.at_progress(state, log.rates[t])
         batch = self.placement.put(block)
-        return self.step(state, batch, number(log.slot, t), round=0)[0]
+        return self.step(state, batch, number(log.rank, t), round=0)[0]
 
 
 def _line(one: Replayed) -> str:

@@ -25,10 +25,10 @@ from decent_jax.peers.talk import BROKEN, Asker, Members
 
 @dataclasses.dataclass
 class _Entry:
-    """A slot and the peer that has it, or had it last."""
+    """A rank and the peer that has it, or had it last."""
 
-    incarnation: int
-    steps: int  # made in this slot, by all of its peers
+    generation: int
+    steps: int  # made in this rank, by all of its peers
     alive: bool = False
     joins: bool = False  # it waits for the state of another peer
     address: Address = ("", 0)  # at which others ask it
@@ -41,7 +41,7 @@ class Roster:
 
     Args:
       silent_s: seconds without a report after which nobody meets a peer.
-      known: {slot: steps made in it} before this session.
+      known: {rank: steps made in it} before this session.
       clock: seconds.
     """
 
@@ -52,7 +52,7 @@ class Roster:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._silent_s, self._clock = silent_s, clock
-        self._slots = {slot: _Entry(-1, steps) for slot, steps in known.items()}
+        self._ranks = {rank: _Entry(-1, steps) for rank, steps in known.items()}
 
     # --- Asked by peers ---------------------------------------------------------------------------
 
@@ -64,54 +64,54 @@ class Roster:
             connections.send(connection, methods[method](*args))
 
     def beat(
-        self, slot: int, incarnation: int, address: Address, report: dict[str, Any]
+        self, rank: int, generation: int, address: Address, report: dict[str, Any]
     ) -> tuple[int, Members] | None:
-        """A peer's report: the steps of all slots, and `members`; None: it is removed."""
-        entry = self._slots[slot]
-        if not entry.alive or entry.incarnation != incarnation:
+        """A peer's report: the steps of all ranks, and `members`; None: it is removed."""
+        entry = self._ranks[rank]
+        if not entry.alive or entry.generation != generation:
             return None
         entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
         entry.joins, entry.address = False, address
-        all_steps = sum(entry.steps for entry in self._slots.values())
+        all_steps = sum(entry.steps for entry in self._ranks.values())
         return all_steps, self.members()
 
     def members(self) -> Members:
         """(name, address) of the peers that train and are not silent."""
         return [
-            (f"{slot}.{entry.incarnation}", entry.address)
-            for slot, entry in self._slots.items()
+            (f"{rank}.{entry.generation}", entry.address)
+            for rank, entry in self._ranks.items()
             if self._is_member(entry)
         ]
 
     def is_hopeful(self) -> bool:
         """Whether a peer that joins may yet find one that trains: not all of them wait for it."""
-        return any(entry.alive and not entry.joins for entry in self._slots.values())
+        return any(entry.alive and not entry.joins for entry in self._ranks.values())
 
     # --- Asked by `train.py` ----------------------------------------------------------------------
 
-    def add(self, slot: int, incarnation: int, joins: bool) -> None:
-        """A peer takes the slot."""
-        steps = self._slots[slot].steps if slot in self._slots else 0
-        new = _Entry(incarnation, steps, alive=True, joins=joins)
-        self._slots = {**self._slots, slot: new}  # a new dict: other threads iterate over the old
+    def add(self, rank: int, generation: int, joins: bool) -> None:
+        """A peer takes the rank."""
+        steps = self._ranks[rank].steps if rank in self._ranks else 0
+        new = _Entry(generation, steps, alive=True, joins=joins)
+        self._ranks = {**self._ranks, rank: new}  # a new dict: other threads iterate over the old
 
-    def remove(self, slot: int) -> None:
-        """The peer that has the slot has died, left or ended."""
-        self._slots[slot].alive = False
+    def remove(self, rank: int) -> None:
+        """The peer that has the rank has died, left or ended."""
+        self._ranks[rank].alive = False
 
     def look(self) -> dict[int, dict[str, Any]]:
-        """{slot: report}, with the incarnation and whether it is alive, trains, is not silent."""
+        """{rank: report}, with the generation and whether it is alive, trains, is not silent."""
         return {
-            slot: {
+            rank: {
                 **entry.report,
-                "slot": slot,
-                "incarnation": entry.incarnation,
+                "rank": rank,
+                "generation": entry.generation,
                 "steps": entry.steps,
                 "alive": entry.alive,
                 "ready": entry.heard is not None,
                 "member": self._is_member(entry),
             }
-            for slot, entry in self._slots.items()
+            for rank, entry in self._ranks.items()
         }
 
     def _is_member(self, entry: _Entry) -> bool:
@@ -204,7 +204,7 @@ class Reporter:
     def beat(self) -> bool:
         """Report once; whether to go on."""
         report = self.report()
-        own = self._place.slot, self._place.incarnation, self._address, report
+        own = self._place.rank, self._place.generation, self._address, report
         try:
             answer = self._roster.call("beat", *own)
         except BROKEN:  # a network may come back
@@ -212,7 +212,7 @@ class Reporter:
                 self._met, self._answered = report["met"], False
             return True
         if answer is None:
-            say("another peer has this slot now")
+            say("another peer has this rank now")
             self._leave("stop")
             return False
         all_steps, members = answer
@@ -271,7 +271,7 @@ def state_to_join(
     """
     peers, began = place.config["peers"], clock()
     while True:
-        members = [m for m in roster.call("members") if m[0].partition(".")[0] != str(place.slot)]
+        members = [m for m in roster.call("members") if m[0].partition(".")[0] != str(place.rank)]
         random.shuffle(members)
         for name, address in members:
             asked = clock()

@@ -123,7 +123,7 @@ class Format:
 class Copy(NamedTuple):
     """A published copy S of a peer's parameters."""
 
-    version: int  # counts from 0 in each incarnation
+    version: int  # counts from 0 in each generation
     arrays: Arrays
     progress: int  # common progress, in steps, at which it was published
 
@@ -132,7 +132,7 @@ class Offer(NamedTuple):
     """What either side brings to a meeting, without the message itself."""
 
     meeting: str  # its name: the asker and a number
-    peer: str  # who brings it, "slot.incarnation"
+    peer: str  # who brings it, "rank.generation"
     version: int
     progress: int
     understood: bool  # whether this side decoded the other's message (True for an asker)
@@ -172,7 +172,7 @@ class Meetings:
     """One peer's meetings, at most one at a time, from any thread.
 
     Args:
-      me: "slot.incarnation".
+      me: "rank.generation".
       form: of messages.
       patience_s: how long an answerer waits for `settle`.
       clock: seconds.
@@ -383,8 +383,8 @@ def halves(mine: Arrays, theirs: Arrays) -> Arrays:
 
 def seed_of(peer: str, version: int) -> tuple[int, ...]:
     """The seed of a message's rounding."""
-    slot, incarnation = map(int, peer.split("."))
-    return slot, incarnation, version
+    rank, generation = map(int, peer.split("."))
+    return rank, generation, version
 
 
 def sent_of(form: Format, peer: str, version: int, arrays: Arrays, side: float) -> Arrays:

@@ -110,7 +110,7 @@ def on_host(tree: Any) -> Arrays:
 
 
 class Pulse:
-    """Common progress as this peer knows it: the steps of all slots together.
+    """Common progress as this peer knows it: the steps of all ranks together.
 
     Args:
       peers_per_step: steps of peers that are one step of the run, ``num_replicas``.
@@ -119,11 +119,11 @@ class Pulse:
 
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
-        self._others = 0  # steps made in other slots, as far as this peer knows
-        self.own = 0  # steps made in this slot
+        self._others = 0  # steps made in other ranks, as far as this peer knows
+        self.own = 0  # steps made in this rank
 
     def heard(self, all_steps: int, own_then: int) -> None:
-        """Note the roster's count of all steps, and its count of this slot's at the same time."""
+        """Note the roster's count of all steps, and its count of this rank's at the same time."""
         self._others = all_steps - own_then
 
     def progress(self) -> int:
@@ -254,7 +254,7 @@ class StepBoundary:
             self._due, self._ask_after = t + self._every, math.inf
             self._jobs.put(self._ask_and_rest)
         self.ready = True  # now: on a CPU, a step with a callback returns only when it is made
-        state, metrics = compiled(state, batch, number(self._place.slot, t))
+        state, metrics = compiled(state, batch, number(self._place.rank, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
         return state, metrics | {"learning_rate": self._shown[1]}
 
@@ -315,7 +315,7 @@ class StepBoundary:
         self._last_loss = None
 
     def _begin_log(self, t: int) -> events.EventLog:
-        self._log = events.EventLog(self._place.folder, self._place.incarnation)
+        self._log = events.EventLog(self._place.folder, self._place.generation)
         self._log.write(start=t, origin=self._origin)
         return self._log
 
@@ -347,14 +347,14 @@ class StepBoundary:
                 yield self._wanted.get_nowait()
 
     def _checkpointed(self, t: int) -> dict[str, Any]:
-        """Which incarnation of this slot wrote the checkpoint of step t."""
+        """Which generation of this rank wrote the checkpoint of step t."""
         folder = self._place.folder
-        for incarnation in reversed(events.incarnations(folder)):
-            if events.has_step(events.path(folder, incarnation), t - 1):
+        for generation in reversed(events.generations(folder)):
+            if events.has_step(events.path(folder, generation), t - 1):
                 break
         else:
-            incarnation = "?"
-        return {"peer": f"{self._place.slot}.{incarnation}", "t": t, "when": "checkpoint"}
+            generation = "?"
+        return {"peer": f"{self._place.rank}.{generation}", "t": t, "when": "checkpoint"}
 
 
 class PeerRunner(Synchronous):

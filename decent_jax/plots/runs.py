@@ -98,7 +98,7 @@ def _panels(runs: Sequence[RunFolder]) -> list[tuple[Callable[..., None], tuple[
         if all(run.has(name) for run in runs) or (name == "perf/step_time_s" and any_has(name)):
             panels.append((_speed, (name, title, unit)))
             break
-    if len(runs) == 1 and _slots(runs[0]):
+    if len(runs) == 1 and _ranks(runs[0]):
         panels.append((_lanes, ()))
     return panels
 
@@ -199,8 +199,8 @@ def _speed(axes: Axes, runs: Sequence[RunFolder], name: str, title: str, unit: s
     _end_labels(axes, labels)
 
 
-def _slots(run: RunFolder) -> list[int]:
-    """The slots of a run of peers (docs/peers.md)."""
+def _ranks(run: RunFolder) -> list[int]:
+    """The ranks of a run of peers (docs/peers.md)."""
     names = {name for row in run.rows for name in row}
     return sorted(int(n.split("/")[1]) for n in names if re.fullmatch(r"peers/\d+/steps", n))
 
@@ -208,15 +208,15 @@ def _slots(run: RunFolder) -> list[int]:
 def _lanes(axes: Axes, runs: Sequence[RunFolder]) -> None:
     """A lane for each peer: when it trained, its steps, and the age of the copies it averaged."""
     (run,) = runs
-    slots = _slots(run)
-    every = [row["step"] for row in run.rows if any(f"peers/{k}/steps" in row for k in slots)]
-    shown = Normalize(0, max(1, *(run.series(f"peers/{k}/stale")[1].max() for k in slots)))
-    for lane, slot in enumerate(slots):
-        steps, made = run.series(f"peers/{slot}/steps")
-        _, incarnation = run.series(f"peers/{slot}/incarnation")
-        _, stale = run.series(f"peers/{slot}/stale")
+    ranks = _ranks(run)
+    every = [row["step"] for row in run.rows if any(f"peers/{k}/steps" in row for k in ranks)]
+    shown = Normalize(0, max(1, *(run.series(f"peers/{k}/stale")[1].max() for k in ranks)))
+    for lane, rank in enumerate(ranks):
+        steps, made = run.series(f"peers/{rank}/steps")
+        _, generation = run.series(f"peers/{rank}/generation")
+        _, stale = run.series(f"peers/{rank}/stale")
         place = np.searchsorted(every, steps)
-        ends = np.flatnonzero((np.diff(place) > 1) | (np.diff(incarnation) != 0))
+        ends = np.flatnonzero((np.diff(place) > 1) | (np.diff(generation) != 0))
         for part in np.split(np.arange(len(steps)), ends + 1):
             x = steps[part]
             axes.plot(x, np.full(len(x), lane), color=GRID, lw=7, solid_capstyle="butt", zorder=1)
@@ -236,8 +236,8 @@ def _lanes(axes: Axes, runs: Sequence[RunFolder]) -> None:
     style.curve_frame(
         axes, "Peers", f"triangle: joins, cross: dies; age of copies to {oldest:.0f} steps"
     )
-    axes.set_yticks(range(len(slots)), [f"peer {slot}" for slot in slots])
-    axes.set_ylim(len(slots) - 0.4, -0.6)
+    axes.set_yticks(range(len(ranks)), [f"peer {rank}" for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.4, -0.6)
 
 
 def _limit(axes: Axes, heights: Sequence[np.ndarray]) -> None:

@@ -109,13 +109,13 @@ def test_a_run_of_peers_has_a_row_for_each(tmp_path):
     with MetricWriter(tmp_path) as writer:
         known = {"peers/0/steps": 12.0, "peers/0/stale": 3.0, "peers/1/steps": 4.0}
         writer.write(8, {"train/loss": 2.0, "perf/step_time_s": 0.1} | known)
-    for slot, seconds in enumerate([0.02, 0.05, 0.02]):
-        folder = tmp_path / "peers" / str(slot)
-        for incarnation in range(1 + (slot == 1)):
-            EventLog(folder, incarnation).end(4, 0)
+    for rank, seconds in enumerate([0.02, 0.05, 0.02]):
+        folder = tmp_path / "peers" / str(rank)
+        for generation in range(1 + (rank == 1)):
+            EventLog(folder, generation).end(4, 0)
         with MetricWriter(folder) as writer:
-            writer.write(4, {"train/loss": 2.0 + slot, "perf/step_time_s": seconds})
-    peers = {str(slot): {"steps": 4, "alive": slot < 2} for slot in range(3)}
+            writer.write(4, {"train/loss": 2.0 + rank, "perf/step_time_s": seconds})
+    peers = {str(rank): {"steps": 4, "alive": rank < 2} for rank in range(3)}
     write_json_atomic(tmp_path / "peers.json", {"peers": peers})
     found, table = lines(tmp_path)
     assert found["step"].startswith("8 of 20")

@@ -63,28 +63,28 @@ def train_py(variables, workdir, **fields):
 
 
 def actors(process):
-    """{slot: process} of the peers, by their log file."""
+    """{rank: process} of the peers, by their log file."""
     found = by_output(process).items()
     return {path.parent.name: child for path, child in found if path.name == "log.txt"}
 
 
-def words_of(workdir, slot):
-    return (workdir / "peers" / slot / "log.txt").read_text()
+def words_of(workdir, rank):
+    return (workdir / "peers" / rank / "log.txt").read_text()
 
 
-def events(workdir, slot, incarnation=0):
-    path = workdir / "peers" / slot / f"events-{incarnation}.jsonl"
+def events(workdir, rank, generation=0):
+    path = workdir / "peers" / rank / f"events-{generation}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def made(workdir, slot, incarnation=0):
+def made(workdir, rank, generation=0):
     """The steps that it has made."""
-    return sum("rate" in event for event in events(workdir, slot, incarnation))
+    return sum("rate" in event for event in events(workdir, rank, generation))
 
 
-def newest(workdir, slot):
-    """The last incarnation of a peer; on a busy machine one may lag, and so join, once more."""
-    return max(int(p.stem[7:]) for p in (workdir / "peers" / slot).glob("events-*.jsonl"))
+def newest(workdir, rank):
+    """The last generation of a peer; on a busy machine one may lag, and so join, once more."""
+    return max(int(p.stem[7:]) for p in (workdir / "peers" / rank).glob("events-*.jsonl"))
 
 
 def is_silent(said, name):
@@ -94,7 +94,7 @@ def is_silent(said, name):
 
 
 def living(workdir):
-    return {f"{slot}.{newest(workdir, slot)}" for slot in "012"}
+    return {f"{rank}.{newest(workdir, rank)}" for rank in "012"}
 
 
 def both_sides_are_in_the_logs(workdir):
@@ -180,7 +180,7 @@ def test_it_resumes_with_another_number(start_process, variables, workdir):
     assert process.wait(500) == 0, process.words.read_text()
     assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
-    assert summary["steps"] == steps + 60 and len(summary["peers"]["slots"]) == 3
+    assert summary["steps"] == steps + 60 and len(summary["peers"]["ranks"]) == 3
     assert summary["final"]["eval/loss"] < 1.0
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})

@@ -58,9 +58,9 @@ class Session:
         (folder / "peers").mkdir(exist_ok=True)
         (folder / "config.json").touch()
 
-    def peer(self, slot):
-        """The stand-in that has the slot now."""
-        return self.crew.live[slot].actor.there
+    def peer(self, rank):
+        """The stand-in that has the rank now."""
+        return self.crew.live[rank].actor.there
 
     def resize(self, count):
         assert main(["resize", "--workdir", str(self.folder), "--count", str(count)]) == 0
@@ -77,26 +77,26 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
     """They save when they leave. As peers that join they would forget these checkpoints."""
 
     def started(entries, count=3):
-        """{slot: whether it joins}, of a resumed run of three."""
+        """{rank: whether it joins}, of a resumed run of three."""
         before = {"peers": entries, "streams": 5}
         crew = Session(tmp_path, before, count).crew
-        places = {slot: one.actor.there.place for slot, one in crew.live.items()}
-        for slot, place in places.items():
-            assert place.incarnation == (4 if slot == 1 else 0)  # its logs are not overwritten
+        places = {rank: one.actor.there.place for rank, one in crew.live.items()}
+        for rank, place in places.items():
+            assert place.generation == (4 if rank == 1 else 0)  # its logs are not overwritten
             # What all have made is known in steps of the run, and all read their former streams.
             assert (place.num_streams, place.all_steps) == (5, 4 * crew.start)
-            assert place.start in (None, entries[str(slot)]["steps"])
-            assert crew.live[slot].actor.options == {
-                "log": tmp_path / "peers" / str(slot) / "log.txt",
+            assert place.start in (None, entries[str(rank)]["steps"])
+            assert crew.live[rank].actor.options == {
+                "log": tmp_path / "peers" / str(rank) / "log.txt",
                 **{"sigterm": "leave", "cpus": 2.0, "gpus": 1.0, "threads": 8},
             }
-        joins = {slot: place.start is not None for slot, place in places.items()}
+        joins = {rank: place.start is not None for rank, place in places.items()}
         known = peer_run.known_steps(tmp_path, before)
         assert crew.start == sum(known.values()) // 4
         return joins, known
 
-    for slot, step in (("0", 12), ("1", 15)):
-        (tmp_path / "peers" / slot / "checkpoints" / str(step)).mkdir(parents=True)
+    for rank, step in (("0", 12), ("1", 15)):
+        (tmp_path / "peers" / rank / "checkpoints" / str(step)).mkdir(parents=True)
     (tmp_path / "peers" / "1" / "events-3.jsonl").touch()
     entries = {"0": {"alive": False, "steps": 11}, "1": {"alive": False, "steps": 14}}
     entries["2"] = {"alive": False, "steps": 9}
@@ -110,7 +110,7 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
 def test_peers_that_leave_are_replaced_where_more_are_wanted_again(session):
     crew = session.crew
     session.resize(2)
-    assert [session.peer(slot).told for slot in range(4)] == [[], [], ["leave"], ["leave"]]
+    assert [session.peer(rank).told for rank in range(4)] == [[], [], ["leave"], ["leave"]]
     session.resize(3)  # the two have not left yet
     assert sorted(crew.live) == [0, 1, 2, 3, 4]
     session.peer(3).ends = Lost(RuntimeError(), killed=True)
@@ -142,7 +142,7 @@ def test_a_peer_that_lags_is_replaced(leaves, steps, session):
         session.resize(3)
     actor = session.crew.live[3].actor
     actor.there.ends = {"how": "lag", "steps": 3}
-    session.crew.looked = {2: {"steps": 4 * steps, "incarnation": 0}}
+    session.crew.looked = {2: {"steps": 4 * steps, "generation": 0}}
     session.crew.collect()
     stays = not leaves and steps < STEPS
     assert actor.killed and (3 in session.crew.live) is stays and not session.crew.deaths
@@ -165,12 +165,12 @@ def test_nobody_replaces_the_last_peer_and_the_copies_are_of_those_that_give_one
 def test_what_changes_is_said_once(session):
     now, crew = [0.0], session.crew
     crew.roster = Roster(5.0, {}, lambda: now[0])
-    for slot in range(4):
-        crew.roster.add(slot, int(slot == 1), False)
+    for rank in range(4):
+        crew.roster.add(rank, int(rank == 1), False)
     for seconds, heard in ((0, 4), (6, 1), (1, 1), (0, 4), (6, 1)):
         now[0] += seconds
-        for slot in range(heard):
-            crew.roster.beat(slot, int(slot == 1), NOWHERE, {"steps": 1})
+        for rank in range(heard):
+            crew.roster.beat(rank, int(rank == 1), NOWHERE, {"steps": 1})
         crew.look()
     away = [f"peer {k} is silent; the others go on without it" for k in (1, 2, 3)]
     back = [f"peer {k} is back" for k in (1, 2, 3)]
@@ -218,9 +218,9 @@ class Reporting(Trainee):
     steps = 3
 
     def train(self):
-        slot = self.place.slot
-        report = {"steps": self.steps, "met": slot, "losses": (slot, 2 * slot), "lost": 1}
-        self.roster.call("beat", slot, self.place.incarnation, ("", 0), report)
+        rank = self.place.rank
+        report = {"steps": self.steps, "met": rank, "losses": (rank, 2 * rank), "lost": 1}
+        self.roster.call("beat", rank, self.place.generation, ("", 0), report)
         return super().train()
 
 
@@ -237,7 +237,7 @@ class Stopped(Reporting):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.signals = [signal.SIGINT] if self.place.slot == 3 else []  # a second one ends at once
+        self.signals = [signal.SIGINT] if self.place.rank == 3 else []  # a second one ends at once
 
     def train(self):
         if self.signals:
@@ -259,7 +259,7 @@ class Trained(Ended):
     """One that gives its last parameters."""
 
     def published(self):
-        return [np.full(SIZE, self.place.slot, np.float32)]
+        return [np.full(SIZE, self.place.rank, np.float32)]
 
 
 class OnItsWay(Trained):
@@ -318,15 +318,15 @@ def test_a_run_ends_with_the_mean_of_the_last_models(tmp_path):
     assert row["train/loss"] == 0.5 and row["peers/met"] == 6 and row["step"] == 8
     assert summary["final"]["eval/loss"] == row["eval/loss"] == summary["best_eval_loss"]
     counts = {"met": 6, "declined": 0, "not_understood": 0, "lost": 4}
-    slots = dict.fromkeys(range(4), 8)
-    assert summary["peers"] == {"slots": slots, "died": 0, "meetings": counts}
+    ranks = dict.fromkeys(range(4), 8)
+    assert summary["peers"] == {"ranks": ranks, "died": 0, "meetings": counts}
     assert (summary["steps"], summary["bytes_sent_per_step"]) == (8, 2 * 4 * SIZE / 2)
     assert peer_run.saved_steps(tmp_path) == [8]
     manifest = json.loads((tmp_path / "peers.json").read_text())
     assert manifest.pop("seconds") > 0
     assert manifest == {
         **{"step": 8, "examples": 8 * 8, "best": row["eval/loss"], "streams": 4, "batch": 2},
-        "peers": {str(slot): {"steps": 8, "alive": True} for slot in range(4)},
+        "peers": {str(rank): {"steps": 8, "alive": True} for rank in range(4)},
     }
 
 

@@ -61,7 +61,7 @@ def test_a_row_has_what_peers_reported_and_the_mean_loss_since_the_row_before(in
 
     def row(*losses):
         peers = [
-            {"slot": k, "incarnation": 0, "alive": True, "met": 0, "losses": found}
+            {"rank": k, "generation": 0, "alive": True, "met": 0, "losses": found}
             for k, found in enumerate(losses)
         ]
         found = whole.row(peers, 1, 1, 1.0)
@@ -76,11 +76,11 @@ def test_a_row_has_what_peers_reported_and_the_mean_loss_since_the_row_before(in
         {"alive": True, "steps": 8},  # it has not reported yet
     ]
     reports = [
-        {"slot": k, "incarnation": k, "losses": (0, 0)} | one for k, one in enumerate(reports)
+        {"rank": k, "generation": k, "losses": (0, 0)} | one for k, one in enumerate(reports)
     ]
     found = whole.row(reports, 12, 4, 2.0)
     assert all(np.isnan(found.pop(f"train/loss{name}")) for name in ("", "_min", "_max"))
-    own = [("steps", 5, 7), ("incarnation", 0, 2), ("stale", 2, 0)]
+    own = [("steps", 5, 7), ("generation", 0, 2), ("stale", 2, 0)]
     assert found == pytest.approx(
         {
             "train/learning_rate": 0.01,
@@ -109,7 +109,7 @@ def test_a_resume_holds_no_log_in_memory(in_process):
     tracemalloc.stop()
     in_process.t = 99_000
     make_step_of(in_process)
-    first, *_ = events.read(events.path(folder, in_process.place.incarnation))
+    first, *_ = events.read(events.path(folder, in_process.place.generation))
     assert first["origin"] == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
     assert peak < 1e6
 
@@ -130,7 +130,7 @@ def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process):
 def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(told, in_process):
     """As "end" it would count as the result. Who stops with all others does not leave: a launcher
     that ends a job sends SIGTERM to `train.py` and to each peer, in any order."""
-    place = in_process.place._replace(slot=1, start=5)
+    place = in_process.place._replace(rank=1, start=5)
     peer = Peer(place, NOWHERE, b"secret", host=lambda: "127.0.0.1")
     for how in told:
         peer.leave(how)
@@ -141,18 +141,18 @@ def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(told, in_process):
 def test_the_only_peer_leaves_at_once(others, in_process):
     """With others it would meet one of them before, or wait 2 peers.meet_s."""
     roster = Roster(5.0, {})
-    for slot in range(1 + others):
-        roster.add(slot, 0, False)
-        roster.beat(slot, 0, NOWHERE, {"steps": 3})
+    for rank in range(1 + others):
+        roster.add(rank, 0, False)
+        roster.beat(rank, 0, NOWHERE, {"steps": 3})
     assert reporter_of(in_process, roster).beat()
     in_process.boundary.leaving = "leave"
     assert in_process.boundary.over(8) is not bool(others)
 
 
 def state_for(peer, roster, **more):
-    """The state of a peer in slot 1 that joins; nobody gives it one unless ``ask`` does."""
+    """The state of a peer in rank 1 that joins; nobody gives it one unless ``ask`` does."""
     own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
-    place = peer.place._replace(slot=1, config=peer.place.config | {"peers": own})
+    place = peer.place._replace(rank=1, config=peer.place.config | {"peers": own})
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
     return state_to_join(place, Near(roster), b"", **given)
 
@@ -199,9 +199,9 @@ def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
 
 def test_who_gives_no_state_is_passed_over(in_process):
     roster = Roster(5.0, {})
-    for slot in (0, 2):
-        roster.add(slot, 0, False)
-        roster.beat(slot, 0, ("127.0.0.1", slot), {"steps": 7})
+    for rank in (0, 2):
+        roster.add(rank, 0, False)
+        roster.beat(rank, 0, ("127.0.0.1", rank), {"steps": 7})
     asked = []
 
     def ask(address, secret, seconds):
@@ -262,7 +262,7 @@ def test_a_roster_is_asked_over_a_connection_that_may_break():
         for steps in (3, 5):
             found = link.call("beat", 0, 0, NOWHERE, {"steps": steps})
             assert found == [steps + 4, [["0.0", list(NOWHERE)]]]
-        assert link.call("beat", 0, 1, NOWHERE, {"steps": 3}) is None  # another one has the slot
+        assert link.call("beat", 0, 1, NOWHERE, {"steps": 3}) is None  # another one has the rank
         assert link.call("is_hopeful") and len(served) == 1
         served[0].close()
         with pytest.raises(BROKEN):
@@ -274,7 +274,7 @@ def test_a_roster_is_asked_over_a_connection_that_may_break():
         RosterLink(NOWHERE, SECRET, 1.0).call("members")
 
 
-def test_a_peer_whose_slot_another_one_has_stops(in_process):
+def test_a_peer_whose_rank_another_one_has_stops(in_process):
     assert not reporter_of(in_process, Answers(None)).beat()
     assert in_process.boundary.leaving == "stop"
 

@@ -114,8 +114,8 @@ def train_in_process(workdir, form, steps, algorithm="swarm"):
     random = np.random.default_rng(0)
     with contextlib.ExitStack() as stack:
         peers = []
-        for slot in range(len(PACES)):
-            place = Place(config.to_dict(), str(workdir), slot, 0, None, len(PACES))
+        for rank in range(len(PACES)):
+            place = Place(config.to_dict(), str(workdir), rank, 0, None, len(PACES))
             experiment, _ = stack.enter_context(open_peer(place))
             peers.append(InProcess(place, experiment, steps))
             stack.enter_context(peers[-1].batches)
@@ -168,9 +168,9 @@ def meetings_of(workdir, form, count):
     copies, versions = {}, [0] * count
 
     def observe(name, t, arrays):
-        slot = int(name[0])
-        copies[name, versions[slot]] = arrays
-        versions[slot] += 1
+        rank = int(name[0])
+        copies[name, versions[rank]] = arrays
+        versions[rank] += 1
 
     found = replay.replay(workdir, observe=observe)
     assert len(found) == count and all(one.survived and not one.differs for one in found)
@@ -266,8 +266,8 @@ def test_a_peer_makes_its_local_steps_before_it_asks(start, tmp_path):
 def test_streams_together_read_every_record_once_an_epoch():
     """And those of another draw of the order as well."""
 
-    def rows(slots):
-        streams = [Stream(np.arange(24), slot, 4, 2).train_blocks(1, 2, seed=0) for slot in slots]
+    def rows(ranks):
+        streams = [Stream(np.arange(24), rank, 4, 2).train_blocks(1, 2, seed=0) for rank in ranks]
         return np.concatenate([stream[t] for stream in streams for t in range(3)]).tolist()
 
     first, other = rows(range(4)), rows(range(4, 8))

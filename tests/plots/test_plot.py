@@ -77,7 +77,7 @@ def test_a_run_of_peers_has_a_lane_for_each(tmp_path):
         alive = {0: True, 1: s < 20 or s > 30, 2: s > 40}
         for k in (k for k in alive if alive[k]):
             row |= {f"peers/{k}/steps": 4.0 * s, f"peers/{k}/stale": float(s % 5)}
-            row[f"peers/{k}/incarnation"] = float(k == 1 and s > 30)
+            row[f"peers/{k}/generation"] = float(k == 1 and s > 30)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lanes = figure_of(folder).axes[-1]
     assert lanes.get_title(loc="left") == "Peers"

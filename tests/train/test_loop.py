@@ -153,7 +153,7 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     rows = tiny.rows(place.folder)
     assert [row["step"] for row in rows] == steps
     assert all(np.isfinite(row["train/loss"]) for row in rows)
-    assert not any("goodput" in row for row in rows)  # its slot may have had other peers
+    assert not any("goodput" in row for row in rows)  # its rank may have had other peers
     assert not (place.folder / "goodput.json").exists()
 
 
