@@ -44,7 +44,7 @@ ARMS = {
     "all_reduce_adam": ADAM | {"algorithm": "all_reduce"},
     "peers": SGD
     | {"algorithm": "swarm", "schedule": "random_matching", "trainer": "peers", "mix_every": 2}
-    | {"model.batch_norm_consensus": "mix"},  # peers take it along to their meetings
+    | {"model.batch_norm_consensus": "mix"},  # peers average it, too
 }
 
 

@@ -1,10 +1,10 @@
 """Four peers learn Python's own standard library without a common step; one may be slow, or die.
 
 Source: none; the data and the model are those of configs/quickstart.py. Every peer is a process of
-its own, which Ray starts on this machine; any two of them average copies after every 4 steps.
+its own, which Ray starts on this machine; random pairs average after every 4 steps.
 
 Command: python train.py --config configs/quickstart_peers.py --workdir runs/peers
-Kill one of the processes called ray::Peer while they train: the others go on, and a new one joins.
+Kill one of the processes called ray::Peer while they train: the others continue, a new one joins.
 Hardware: 2 cores; expected result: see docs/peers.md.
 """
 
@@ -21,7 +21,7 @@ def get_config():
     config.trainer = "peers"
     config.num_replicas = 4
     config.algorithm = "swarm"
-    config.schedule = "random_matching"  # peers meet in random pairs, without rounds
+    config.schedule = "random_matching"  # peers average in random pairs, without rounds
     config.optimizer.name = "accum_adam"
     config.mix_every = 4
     return config

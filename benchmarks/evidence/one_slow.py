@@ -31,7 +31,7 @@ def slowed(loss: Callable) -> Callable:
     """The same loss, which sleeps for as long as its caller has worked since its last sleep.
 
     Not at the first step: what came before it, mostly compiling, may have taken a minute, and the
-    peer would meet nobody until it woke up.
+    peer would average with nobody until it woke up.
     """
     ended = None
 

@@ -13,7 +13,7 @@ one_peer_exp, all_reduce   in-memory checkpoints, as by default
 neighbours                 one_peer_exp with recovery.mirror=True: a whole host is lost with its
                            memory each time, a fifth one takes its place, and it is spare then
 disk                       one_peer_exp with recovery.every=0 and a checkpoint every 100 steps
-peers                      on Ray; those of a killed peer's meetings go on
+peers                      on Ray; its other peers continue
 
 There are fewer cores than hosts, so computing is a sleep of 0.2 s (sleeping.py).
 """

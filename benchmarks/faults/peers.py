@@ -7,17 +7,17 @@ row there are not made again, so an interrupted benchmark continues. At the end 
 printed, of the first two with the planner's prediction for the synchronous programs.
 
 slow      one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
-links     questions after H steps, float32 and 8 bits, on links of --mbit between --hosts.
+links     requests after H steps, float32 and 8 bits, on links of --mbit between --hosts.
 quality   the quickstart with eight peers on this machine, beside synchronous gossip and all-reduce,
           at equal examples, --seeds of them. `swarm` is the recursion of peers in one program. A
-          step of a peer also sleeps for 0.1 s: without it, a meeting of eight processes on two
+          step of a peer also sleeps for 0.1 s: without it, an average of eight processes on two
           cores takes longer than several steps.
 
 The first two start `train.py` on a Ray cluster of network namespaces (benchmarks/hosts.sh, four if
 --hosts does not say otherwise) with one peer each, or `run_on_hosts.py train.py` on the same hosts,
 which needs root. There are fewer cores than hosts, so computing is a sleep of 0.2 s (sleeping.py):
 they measure waiting and the cost of the messages themselves. A step alone is that of peers that
-never meet.
+never average.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, An
 
 
 def steps_of(workdir: Path, hosts: int, peers: bool) -> dict[str, Any]:
-    """Seconds of a step of each peer, or of the program; and meetings of a peer per step."""
+    """Seconds of a step of each peer, or of the program; and averages of a peer per step."""
     if not peers:
         return {"step_s": {"run": step_s(workdir)}}
     rows = [row for row in read_metrics(workdir) if row.get("peers/live") == hosts]
@@ -120,7 +120,7 @@ def steps_of(workdir: Path, hosts: int, peers: bool) -> dict[str, Any]:
         made = max(last[f"peers/{rank}/steps"], 1)
         seconds[rank] = step_s(workdir / "peers" / rank) or last["perf/wall_time_s"] / made
     made = sum(last[f"peers/{rank}/steps"] for rank in ranks)
-    names = ("met", "declined", "not_understood", "lost")
+    names = ("averaged", "declined", "undecoded", "lost")
     return {"step_s": seconds} | {name: last[f"peers/{name}"] / made for name in names}
 
 
@@ -187,7 +187,7 @@ OF_QUALITY: dict[str, dict[str, Any]] = {
 
 
 def quality_of(program: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Nats per byte of the consensus model at the end of a run, and meetings per step and peer."""
+    """Nats per byte of the consensus model at the end of a run, and averages per step and peer."""
     config = f"{SLEEPING}:text" if program == "peers" else "quickstart"
     fields = OF_QUALITY[program] | {"seed": seed, "eval.every": 3000}
     command = [sys.executable, str(ROOT / "train.py"), "--config", config]
@@ -198,9 +198,9 @@ def quality_of(program: str, seed: int, folder: Path) -> dict[str, Any]:
         own["JAX_NUM_CPU_DEVICES"] = "1"  # peers share two cores, so each is content with one
     subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | own)
     loss = json.loads((folder / "summary.json").read_text())["final"]["eval/loss"]
-    rows = [row for row in read_metrics(folder) if "peers/met" in row]
+    rows = [row for row in read_metrics(folder) if "peers/averaged" in row]
     return {"loss": loss} | (
-        {"met": rows[-1]["peers/met"] / (rows[-1]["step"] * 8)} if rows else {}
+        {"averaged": rows[-1]["peers/averaged"] / (rows[-1]["step"] * 8)} if rows else {}
     )
 
 
@@ -239,7 +239,7 @@ def waiting_table(rows: list[dict[str, Any]]) -> str:
     alone = {(r["hosts"], r["mbit"]): r for r in rows if r.get("mix_every") == NEVER}
     heads = ["hosts", "Mbit/s", "program", "host 1 slower", "H", "format"]
     heads += ["a fast host's step, of alone", "planner"]
-    heads += ["examples of all, of each alone", "meetings per step"]
+    heads += ["examples of all, of each alone", "averages per step"]
     lines = [heads, ["---"] * len(heads)]
     for row in rows:
         base = statistics.median(alone[row["hosts"], row["mbit"]]["step_s"].values())
@@ -252,7 +252,7 @@ def waiting_table(rows: list[dict[str, Any]]) -> str:
         cells = [str(n), f"{row['mbit']:g}", row["program"], f"{slowness:g}", every]
         cells += [row.get("peers.codec", ""), f"{statistics.median(steps[: n - 1]) / base:.3f}"]
         cells += ["" if peers else f"{predicted(row, base) / base:.3f}", f"{rate / ideal:.3f}"]
-        lines.append([*cells, f"{row['met']:.2f}" if "met" in row else ""])
+        lines.append([*cells, f"{row['averaged']:.2f}" if "averaged" in row else ""])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

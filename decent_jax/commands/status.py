@@ -167,7 +167,7 @@ def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
                 "computes, ms": _ms(taken[k]),
                 "messages, ms": _ms(one.get(waits)),
                 "sent to others": format_bytes(sent) if is_real(sent) else "",
-                "age of copies": f"{age:.0f}" if is_real(age) else "",
+                "staleness": f"{age:.0f}" if is_real(age) else "",
             }
         yield what, rows
     hosts, count = state.start.get("hosts") or [], min(state.config.get("num_replicas", 0), 1024)

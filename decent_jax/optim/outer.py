@@ -11,7 +11,7 @@ from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Mixing, mean_with_feedback
 from decent_jax.optim.outer_steps import Rule, outer_steps
-from decent_jax.optim.registry import ADAM_FIRST, Meet, model_bytes, register
+from decent_jax.optim.registry import ADAM_FIRST, Pairwise, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -155,25 +155,25 @@ def noloco(
     return outer_steps(inner, mixing, rule, mix_every, fragments, delay, carry)
 
 
-def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
-    """The rule on the whole model at a meeting of peers, with LOSCAR's merge.
+def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
+    """The rule on the whole model in a pairwise average of peers, with LOSCAR's merge.
 
-    The copy S was on its way since it was published; what the peer learned meanwhile, x - S, is
-    added to the new outer parameters.
+    The snapshot S was sent some steps ago; the local progress since then, x - S, is added to the
+    new outer parameters.
     """
     rule = towards_average(optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"]))
 
-    def meet(x, own, copy, half):
-        sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
+    def average(x, own, snapshot, pull):
+        sent, pulls = jax.tree.leaves(snapshot), jax.tree.leaves(pull)
         theta = jax.tree.leaves(own.theta)
         theta, state = rule.step(
-            theta, sent, own.states[0], lambda x: trees.add(x, half), None, None
+            theta, sent, own.states[0], lambda x: trees.add(x, pulls), None, None
         )
         pull = optax.tree.sub(theta, sent)
         theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
         return trees.add(x, pull), own._replace(theta=theta, states=(state,))
 
-    return meet
+    return average
 
 
 def towards_average(outer: optax.GradientTransformation) -> Rule:
@@ -224,4 +224,4 @@ _IN_FRAGMENTS: dict[str, Any] = {
     "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
 }
 register("diloco", diloco, **_IN_FRAGMENTS)
-register("noloco", noloco, **_IN_FRAGMENTS, meeting=_noloco_meeting)
+register("noloco", noloco, **_IN_FRAGMENTS, pairwise=_noloco_pairwise)

@@ -33,7 +33,7 @@ from decent_jax.topology import Schedule, make
 BOTH = ("awc", "atc")
 ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
 
-Meet = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+Pairwise = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +98,11 @@ class MethodSpec:
       rounds where they differ.
     phases: rounds of a static schedule that the method treats differently, from all its numbers;
       configs repeat the schedule that many times.
-    meeting: what a peer without a common step (`decent_jax.peers`) does with a partner's copy, from
-      all its numbers; None: the method needs rounds. It gives ``meet(x, own, copy, half) -> (x,
-      own)``: x and the method's own state as they are now; the copy S that the peer brought; and
-      half of the difference of the partner's copy to S (or the share at which it counts), so that
-      ``copy + half`` is their mean.
+    pairwise: the update of an asynchronous peer (`decent_jax.peers`) in a pairwise average, from
+      all numbers of the method; None: the method needs rounds. It returns ``average(x, own,
+      snapshot, pull) -> (x, own)``: the current x and state of the method; the snapshot S that the
+      peer sent; and half of the difference of the partner's snapshot to S (or the share at which
+      it counts), so that ``snapshot + pull`` is their mean.
     """
 
     name: str
@@ -114,7 +114,7 @@ class MethodSpec:
     section: str | None = None
     sent: Callable[[Any, Parts, Mapping[str, Any]], float] = model_bytes
     phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
-    meeting: Callable[[Mapping[str, Any]], Meet] | None = None
+    pairwise: Callable[[Mapping[str, Any]], Pairwise] | None = None
 
     @functools.cached_property
     def takes(self) -> Mapping[str, inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""SwarmSGD: replicas meet in random pairs, after different numbers of local steps."""
+"""SwarmSGD: random pairs of replicas average, after different numbers of local steps."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class SwarmState(NamedTuple):
     """Own state of `swarm`."""
 
     y: jax.Array | None  # shape=(), dtype=float32: what the lattice reaches; None without one
-    published: Any  # S, like params: the copy of the last meeting; None when blocking
+    published: Any  # S, like params: the last snapshot; None when blocking
 
 
 def swarm(
@@ -33,9 +33,9 @@ def swarm(
     *,
     bits: Annotated[int, "8, 16 or 32, per parameter"] = 32,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Pairs average at their meetings; between them every replica makes its own local steps.
+    r"""Random pairs average; in between, every replica makes its own local steps.
 
-    In a round in which i meets j (a replica without a partner only makes its local step):
+    In a round in which i averages with j (a replica without a partner only makes its local step):
 
     .. math::
         \text{then (blocking):}\quad & y_i = x_i + \Delta_i(x_i), \qquad
@@ -43,17 +43,17 @@ def swarm(
         \text{with (non-blocking):}\quad & y_i = x_i + \Delta_i(x_i), \qquad
             x_i \leftarrow y_i + \tfrac12 \big(Q(S_j) - Q(S_i)\big), \qquad S_i \leftarrow x_i
 
-    S is the copy a replica published at the end of its last meeting. The message is known since
+    S is the snapshot that a replica published after its last average. The message is known since
     then, so no replica waits, and the local steps made since are added to the average. Both orders
-    keep the mean over replicas exactly, with any Q. Local steps between meetings: fixed with
-    ``mix_every``; geometric with ``random_matching(meet=1/H)``, in which a pair meets with
+    keep the mean over replicas exactly, with any Q. Local steps between averages: fixed with
+    ``mix_every``; geometric with ``random_matching(meet=1/H)``, in which a pair averages with
     probability 1/H per step; any numbers with ``active`` (a replica with ``active=False`` makes no
     update in that step).
 
     A replica whose parameters are not finite takes its partner's copy. With a lattice and "atc" it
     cannot decode one, and stays as it is; the others ignore it.
 
-    One message per meeting (8 or 16 bits per parameter with a lattice); one copy of the parameters
+    One message per average (8 or 16 bits per parameter with a lattice); one copy of the parameters
     (S) with ``combine="awc"``.
 
     Args:
@@ -62,7 +62,7 @@ def swarm(
         ``degree=r``), ``hypercube``, ``ring``.
       combine: ``"awc"`` averages what was published, ``"atc"`` the parameters of this step.
       axis_name: as in `decentralized`.
-      distance: what the lattice reaches at the first meeting, see `decent_jax.gossip.codecs`.
+      distance: what the lattice reaches at the first average, see `decent_jax.gossip.codecs`.
       bits: 8, 16 or 32 per parameter; 32 sends parameters as they are.
 
     Raises:
@@ -128,9 +128,9 @@ def swarm(
     return method(inner, step, own, axis_name)
 
 
-def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:
+def _add_pull(x: Any, own: SwarmState, snapshot: Any, pull: Any) -> tuple[Any, SwarmState]:
     """What a peer without a common step does in place of a round of `swarm`."""
-    return trees.add(x, half), own
+    return trees.add(x, pull), own
 
 
 def _sent(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
@@ -144,4 +144,4 @@ def _largest(tree: Any) -> jax.Array:
     return jnp.stack(each).max().astype(jnp.float32)
 
 
-register("swarm", swarm, orders=BOTH, copies=1, sent=_sent, meeting=lambda own: _add_half)
+register("swarm", swarm, orders=BOTH, copies=1, sent=_sent, pairwise=lambda own: _add_pull)

@@ -195,6 +195,6 @@ def matchings(method: str, schedule: Schedule) -> None:
         pairs = np.isin(off, (0.0, 0.5)).all() and (off == off.T).all()
         if not pairs or (off > 0).sum(1).max() > 1 or rnd.group_size > 1:
             raise ValueError(
-                f"{method} lets replicas meet in pairs, and {schedule.name} is not made of pairs; "
+                f"{method} averages pairs of replicas, and {schedule.name} is not made of pairs; "
                 "use random_matching"
             )

@@ -1,8 +1,8 @@
-"""Peers: asynchronous, elastic gossip. Nobody waits for the slow, the dead or the far.
+"""Peers: asynchronous, elastic gossip that waits neither for stragglers nor for dead peers.
 
-A peer is an ordinary training run on the devices of one machine. Peers meet in random pairs and
-average copies, without a barrier, a leader or a common step (`decent_jax.peers.rule`); Ray starts
-them, carries the copies and says who died. See docs/peers.md.
+A peer is an ordinary training run on the devices of one machine. Random pairs of peers average
+their parameters, without a barrier, a leader or a common step (`decent_jax.peers.protocol`). Ray
+starts the peers and detects dead ones. See docs/peers.md.
 """
 
 from pathlib import Path
@@ -21,28 +21,28 @@ FIELDS = {
         at_least=0,
         at_most=2**16,
     ),
-    "peers.codec": Field("float32", "format of copies", choices=FORMATS),
+    "peers.codec": Field("float32", "format of snapshots", choices=FORMATS),
     "peers.max_lag": Changeable(
         100,
-        "steps of common progress after which a peer that returns joins as a new one",
+        "steps of common progress after which a silent peer that returns must join as a new one",
         at_least=1,
     ),
-    "peers.restarts": Changeable(
-        3, "how often a peer that died is replaced by a new one", at_least=0
-    ),
+    "peers.restarts": Changeable(3, "how often a dead peer is replaced", at_least=0),
     "peers.cpus": Changeable(0.0, "cores that Ray reserves for a peer; 0: none", at_least=0),
     "peers.gpus": Changeable(0.0, "GPUs that Ray gives to a peer", at_least=0),
     "peers.beat_s": Changeable(0.2, "seconds between two reports of a peer", above=0),
-    "peers.meet_s": Changeable(10.0, "seconds a meeting may take before it is given up", above=0),
+    "peers.exchange_s": Changeable(
+        10.0, "seconds after which a pairwise average times out", above=0
+    ),
     "peers.silent_s": Changeable(
-        5.0, "seconds without a report after which nobody meets a peer", above=0
+        5.0, "seconds without a report after which a peer is no longer asked", above=0
     ),
     "peers.join_s": Changeable(
-        60.0, "seconds that copying a state to a new peer may take", above=0
+        60.0, "seconds that sending a state to a new peer may take", above=0
     ),
     "peers.start_s": Changeable(300.0, "seconds within which the first peer must train", above=0),
     "peers.stop_s": Changeable(
-        60.0, "seconds for peers to save and end; then they are killed", above=0
+        60.0, "seconds that peers have to save and end before they are killed", above=0
     ),
 }
 
@@ -60,7 +60,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 
 def dry_run(config: ConfigDict) -> None:
-    """Compile and time the step of one peer, and say what a meeting sends."""
+    """Compile and time the step of one peer, and print the size of a message."""
     _driver(config).dry_run(config)
 
 

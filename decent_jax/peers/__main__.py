@@ -1,4 +1,4 @@
-"""Look after a run of peers: ``decent-jax peers replay|resize --workdir DIR ...``."""
+"""Manage a run of peers: ``decent-jax peers replay|resize --workdir DIR ...``."""
 
 import sys
 from pathlib import Path
@@ -15,13 +15,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status: 1 where a replay differs, 2 for a mistake."""
     parser = Parser(
         "decent-jax peers",
-        description="Look after a run of peers.",
+        description="Manage a run of peers.",
         epilog="decent-jax train --config quickstart_peers --workdir DIR starts such a run.",
     )
     commands = parser.add_subparsers(dest="command", metavar="replay|resize", required=True)
     for name, words in (
         ("replay", "repeat a run of peers from their event logs and compare every bit"),
-        ("resize", "change the number of peers of a run that is under way"),
+        ("resize", "change the number of peers of a running or interrupted run"),
     ):
         command = commands.add_parser(name, help=words, description=f"{words.capitalize()}.")
         command.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
@@ -34,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _replay(options.workdir)
         resize(Path(options.workdir), options.count)
         print(
-            f"{options.workdir} is to have {shown(options.count)} peers: its train.py follows "
-            "within seconds, or when the run is resumed, and says who joins and who leaves"
+            f"{options.workdir} will have {shown(options.count)} peers: its train.py follows "
+            "within seconds, or when the run is resumed, and reports who joins and who leaves"
         )
     except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
         print(f"decent-jax peers: {ConfigError(error)}", file=sys.stderr)
@@ -44,23 +44,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _replay(workdir: str) -> int:
-    found = replay(workdir, print)
-    survivors = [one for one in found if one.survived]
-    different = [one for one in found if one.differs]
+    peers = replay(workdir, print)
+    survivors = [peer for peer in peers if peer.survived]
+    different = [peer for peer in peers if peer.differs]
     print(
-        f"{len(found)} peers replayed, {len(survivors)} of which ended in good order: "
+        f"{len(peers)} peers replayed, {len(survivors)} of which finished: "
         + (f"{len(different)} differ" if different else "every parameter is identical")
     )
     return 1 if different else 0
 
 
 def resize(workdir: Path, count: int) -> None:
-    """Change the number of peers of a run that is under way.
+    """Change the number of peers of a run.
 
-    New peers join with a copy of a live one; peers that are too many leave after a last meeting.
+    New peers join with the state of a live peer; surplus peers leave after a last average.
 
     Raises:
-      ConfigError: nobody can have that many peers, or the folder holds no run of peers.
+      ConfigError: the count is out of range, or the folder holds no run of peers.
     """
     if not 1 <= count <= peer_run.MOST:
         raise ConfigError(f"--count must be from 1 to {peer_run.MOST}, got {shown(count)}")

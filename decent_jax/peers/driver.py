@@ -1,4 +1,4 @@
-"""The process of ``train.py``: lets the peers train, and shows the run as a whole."""
+"""The process of ``train.py``: runs the peers, and evaluates and reports their consensus."""
 
 import dataclasses
 import math
@@ -21,10 +21,10 @@ from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.peers import peer_run
-from decent_jax.peers.crew import Crew
 from decent_jax.peers.peer_run import FOLDER, Place
-from decent_jax.peers.rule import Arrays, Format
+from decent_jax.peers.protocol import Arrays, Format
 from decent_jax.peers.step_boundary import averaged
+from decent_jax.peers.supervisor import Supervisor
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.evaluation import Evaluator
@@ -47,13 +47,13 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     with peer_run.open_run(config, workdir) as (experiment, work):
         work.config = config
         state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
-        copies = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-        with running(config, "peers", count, store=copies):
+        num_bytes = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        with running(config, "peers", count, store=num_bytes):
             return Driver(config, experiment, work, before, Actors(), own_host()).run()
 
 
 def dry_run(config: ConfigDict) -> None:
-    """Time the step of one peer here; meetings come between the steps, and nobody waits for them.
+    """Time the step of one peer here; no step waits for a pairwise average.
 
     Raises:
       ConfigError: the run would be refused.
@@ -62,12 +62,12 @@ def dry_run(config: ConfigDict) -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Place(config.to_dict(), folder, 0, 0, None, config.num_replicas)
         with peer_run.open_peer(place) as (experiment, work):
-            work.say(_describe(config, Whole(config, experiment)))
+            work.say(_describe(config, Aggregate(config, experiment)))
             time_steps(experiment, work, experiment.steps // config.num_replicas)
 
 
-class Whole:
-    """What is computed from the reports and the copies of all peers.
+class Aggregate:
+    """Metrics and consensus model from the reports and snapshots of all peers.
 
     Args:
       config: of the run.
@@ -86,40 +86,39 @@ class Whole:
         self._losses: dict[tuple[int, int], tuple[float, int]] = {}  # of each peer, at the last row
 
     def message_bytes(self) -> int:
-        """Of a copy, as peers send it."""
-        copy = averaged(self._experiment.task.mixes_state, self.template)
-        return message_bytes(self._config.peers.codec, copy)
+        """Bytes of a snapshot as peers send it."""
+        snapshot = averaged(self._experiment.task.mixes_state, self.template)
+        return message_bytes(self._config.peers.codec, snapshot)
 
     def sent_per_step(self) -> float:
-        """Bytes that a peer sends per step: it asks, and is asked, once per ``mix_every``."""
+        """Bytes that a peer sends per step: it asks and is asked once per ``mix_every`` steps."""
         return 2 * self.message_bytes() / self._config.mix_every
 
     def row(
         self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
     ) -> dict[str, float]:
-        """The row of ``step``, ``steps`` and ``seconds`` after the one before.
+        """The row of ``step``, ``steps`` steps and ``seconds`` after the last row.
 
-        As in any other run, ``train/loss`` is the mean over the steps since then.
+        As in any other run, ``train/loss`` is the mean over the steps since the last row.
 
         Args:
-          peers: as `Roster.look` has them; those that are alive count, or if none is, those that
-            were.
+          peers: values of `Membership.status`; if any are alive, only those count.
         """
         task, config = self._experiment.task, self._config
-        reported = [one for one in peers if "met" in one]
-        peers = [one for one in reported if one["alive"]] or reported
+        reported = [peer for peer in peers if "averaged" in peer]
+        peers = [peer for peer in reported if peer["alive"]] or reported
         total, count, means = 0.0, 0, []
-        for one in reported:
-            now, peer = one.get("losses", (0.0, 0)), (one["rank"], one["generation"])
-            before = self._losses.get(peer, (0.0, 0))
-            self._losses[peer] = now
+        for peer in reported:
+            now, name = peer.get("losses", (0.0, 0)), (peer["rank"], peer["generation"])
+            before = self._losses.get(name, (0.0, 0))
+            self._losses[name] = now
             if now[1] > before[1]:
-                sums, made = now[0] - before[0], now[1] - before[1]
-                total, count, means = total + sums, count + made, [*means, sums / made]
+                losses, number = now[0] - before[0], now[1] - before[1]
+                total, count, means = total + losses, count + number, [*means, losses / number]
         means = means or [np.nan]
-        squares = [one["distance"] ** 2 for one in peers if one.get("distance")]
+        squares = [peer["distance"] ** 2 for peer in peers if peer.get("distance")]
         n = max(len(peers), 1)
-        # Of two random peers: E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2
+        # For two random peers: E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2
         spread = float(np.sqrt(np.mean(squares) * (n - 1) / (2 * n))) if squares else 0.0
         examples = steps * config.batch_size
         return {
@@ -133,40 +132,40 @@ class Whole:
             "peers/live": float(len(peers)),
             **{f"peers/{name}": float(count) for name, count in counts_of(peers).items()},
             **{
-                f"peers/{one['rank']}/{name}": float(one.get(name, 0))
-                for one in peers
+                f"peers/{peer['rank']}/{name}": float(peer.get(name, 0))
+                for peer in peers
                 for name in ("steps", "generation", "stale")
             },
         }
 
-    def state(self, copies: list[Arrays]) -> TrainState | None:
-        """The copies that peers have published, stacked (m, ...); None without any."""
-        if not copies:
+    def state(self, snapshots: list[Arrays]) -> TrainState | None:
+        """The peers' snapshots, stacked (m, ...); None without any."""
+        if not snapshots:
             return None
         template, mixes = self.template, self._experiment.task.mixes_state
         like = averaged(mixes, template)
-        stacked = [jnp.asarray(np.stack(leaves)) for leaves in zip(*copies, strict=True)]
+        stacked = [jnp.asarray(np.stack(leaves)) for leaves in zip(*snapshots, strict=True)]
         params, model_state = jax.tree.unflatten(jax.tree.structure(like), stacked)
         if not mixes:
-            one = replicas.take(template.model_state, 0)
-            model_state = replicas.broadcast(one, len(copies))
+            model_state = replicas.take(template.model_state, 0)
+            model_state = replicas.broadcast(model_state, len(snapshots))
         return template._replace(params=params, model_state=model_state)
 
     def consensus(self, state: TrainState) -> TrainState:
-        """The mean of stacked copies as the state of one replica, for a checkpoint."""
+        """The mean of stacked snapshots as the state of one replica, for a checkpoint."""
         params, model_state = self._mean((state.params, state.model_state))
         return self.template._replace(params=params, model_state=model_state)
 
 
-def message_bytes(codec: str, copy: Any) -> int:
-    """Bytes of a copy (1, ...) in a format."""
-    return Format(codec).bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
+def message_bytes(codec: str, snapshot: Any) -> int:
+    """Bytes of a snapshot (1, ...) in a format."""
+    return Format(codec).bytes_sent([x.shape[1:] for x in jax.tree.leaves(snapshot)])
 
 
 def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:
-    """The outcomes of all peers' questions, see `Meetings.counts`."""
-    names = ("met", "declined", "not_understood", "lost")
-    return {name: sum(one.get(name, 0) for one in peers) for name in names}
+    """The outcomes of all attempts to average, see `Averager.counts`."""
+    names = ("averaged", "declined", "undecoded", "lost")
+    return {name: sum(peer.get(name, 0) for peer in peers) for name in names}
 
 
 class Driver:
@@ -176,9 +175,9 @@ class Driver:
       config: of the run.
       experiment: of one replica, on this process's devices.
       work: the run directory.
-      before: the manifest of the sessions before.
+      before: the manifest of the earlier sessions.
       actors: starts the peers.
-      host: IP address at which they reach this process.
+      host: IP address of this process.
     """
 
     def __init__(
@@ -191,11 +190,11 @@ class Driver:
         host: str,
     ):
         self.config, self.experiment, self.work, self.host = config, experiment, work, host
-        self.crew = Crew(config, work.path, experiment.steps, before, work.incident, actors)
-        self.whole = Whole(config, experiment)
+        self.peers = Supervisor(config, work.path, experiment.steps, before, work.incident, actors)
+        self.aggregate = Aggregate(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self._saved = 0.0
-        self.start = self.crew.start
+        self.start = self.peers.start
         peer_run.forget(work.path, self.start + 1)
         self.saver = Saver(experiment, Checkpointer(work.path, config.checkpoint.keep))
         self.saver.restored(
@@ -209,16 +208,16 @@ class Driver:
         self.began = time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        """Start the peers, and watch them to the end."""
+        """Start the peers and watch them until they end."""
         work, steps = self.work, self.experiment.steps
         work.write_config()
-        sent = {"bytes_sent_per_step": self.whole.sent_per_step()}
+        sent = {"bytes_sent_per_step": self.aggregate.sent_per_step()}
         work.write_start(steps, self.experiment.task.unit, (), sent)
         if self.start:
             work.say(f"resuming after step {self.start} of all peers together")
-        work.say(_describe(self.config, self.whole))
-        crew = self.crew
-        listener, address = connections.listen(self.host, crew.secret, crew.roster.serve)
+        work.say(_describe(self.config, self.aggregate))
+        peers = self.peers
+        listener, address = connections.listen(self.host, peers.secret, peers.membership.serve)
         with self.saver:
             with (
                 work.open_metrics(self.start) as writer,
@@ -228,51 +227,51 @@ class Driver:
             ):
                 self._begin(address)
                 self._watch(writer, progress, signals)
-                state = self._evaluate(self.crew.ended, steps, writer)
+                state = self._evaluate(self.peers.ended, steps, writer)
             self._write_manifest()
             if state is None:
                 raise TrainingFailed(
-                    "all peers have ended, and none gave its last parameters; the same command "
-                    "takes them from their checkpoints"
+                    "all peers have ended, and none sent its last parameters; the same command "
+                    "restores them from their checkpoints"
                 )
             return self._finish(state)
 
     def _begin(self, address: connections.Address) -> None:
-        """Start the peers, and wait for the first that trains."""
-        crew, seconds = self.crew, self.config.peers.start_s
+        """Start the peers, and wait until the first of them trains."""
+        peers, seconds = self.peers, self.config.peers.start_s
         logs = f"{self.work.path}/{FOLDER}/*/log.txt"
         with self.work.announce(f"starting {peer_run.count_of(self.config)} peers"):
-            crew.begin(address)
+            peers.begin(address)
             ends = time.monotonic() + seconds
-            while not crew.ended and not any(one["ready"] for one in crew.look().values()):
-                crew.collect()
-                if not (crew.live or crew.ended):
+            while not peers.ended and not any(peer["ready"] for peer in peers.refresh().values()):
+                peers.collect()
+                if not (peers.live or peers.ended):
                     raise TrainingFailed(f"all peers ended before any of them trained: see {logs}")
                 if time.monotonic() > ends:
                     raise TrainingFailed(
-                        f"no peer has begun to train within peers.start_s ({seconds:g} s); give "
-                        f"them longer if they still compile: see {logs}"
+                        f"no peer has begun to train within peers.start_s ({seconds:g} s); "
+                        f"increase it if they still compile: see {logs}"
                     )
 
     def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
-        """Watch the peers until all have ended."""
-        crew, steps, log_every = self.crew, self.experiment.steps, self.config.log.every
+        """Log, evaluate and resize until all peers have ended."""
+        peers, steps, log_every = self.peers, self.experiment.steps, self.config.log.every
         eval_every = self.experiment.every["eval.every"]
         logged = evaluated = self.start
         stop_by = math.inf
-        last = time.monotonic(), crew.step()
-        while crew.live:
-            crew.collect()
-            crew.look()
-            now, step = time.monotonic(), min(crew.step(), steps)
+        last = time.monotonic(), peers.step()
+        while peers.live:
+            peers.collect()
+            peers.refresh()
+            now, step = time.monotonic(), min(peers.step(), steps)
             if (signals.received is not None or step >= steps) and math.isinf(stop_by):
                 stop_by = now + self.config.peers.stop_s
                 if signals.received is not None:
-                    crew.stop()
-            if now > stop_by or (stop_by < math.inf and crew.ended and not crew.trains()):
-                crew.kill_the_rest(late=now > stop_by)
+                    peers.stop()
+            if now > stop_by or (stop_by < math.inf and peers.ended and not peers.trains()):
+                peers.kill_the_rest(late=now > stop_by)
             if step >= logged + log_every or (step == steps and step > logged):
-                row = self.whole.row(crew.looked.values(), step, step - last[1], now - last[0])
+                row = self.aggregate.row(peers.status.values(), step, step - last[1], now - last[0])
                 row["perf/wall_time_s"] = self._seconds()
                 logged, last = step if step == steps else step - step % log_every, (now, step)
                 writer.write(step, row)
@@ -282,55 +281,55 @@ class Driver:
                 progress.update(step)
             if eval_every and evaluated + eval_every <= step < steps:
                 evaluated = step - step % eval_every
-                self._evaluate([one.actor for one in crew.live.values()], step, writer)
+                self._evaluate([peer.actor for peer in peers.live.values()], step, writer)
             if now > self._saved + _SAVE_S:
-                crew.resize()
+                peers.resize()
                 self._write_manifest()
-        crew.look()
+        peers.refresh()
         self._write_manifest()
         if signals.received is not None:
-            of = f"all but {crew.unsaved} peers have" if crew.unsaved else "every peer has"
+            of = f"all but {peers.unsaved} peers have" if peers.unsaved else "every peer has"
             raise Interrupted(
-                f"interrupted after step {crew.step()}; {of} saved a checkpoint, the same command "
+                f"interrupted after step {peers.step()}; {of} saved a checkpoint, the same command "
                 "resumes",
                 signals.received,
             )
-        if not crew.ended:
+        if not peers.ended:
             raise TrainingFailed(
-                f"no peer is left after step {crew.step()}; the same command resumes from their "
+                f"no peer is left after step {peers.step()}; the same command resumes from their "
                 f"checkpoints. See {self.work.path / FOLDER}/*/log.txt"
             )
 
     def _evaluate(self, actors: list[Actor], step: int, writer: MetricWriter) -> Any:
-        """Evaluate and save the consensus of these peers' copies, which it returns, if any."""
-        state = self.whole.state(self.crew.copies(actors))
+        """Evaluate, save and return the consensus of these peers' snapshots, if there are any."""
+        state = self.aggregate.state(self.peers.snapshots(actors))
         if state is not None:
             with self.work.announce("evaluating the consensus model", once=True):
                 row, model = self.evaluator.row(state)
             loop.evaluate(row, model, step, self.work, writer, self.saver)
-            if step not in self.saver.checkpoints.steps():  # of a run that had ended before
-                self.saver.save(step, self.whole.consensus(state), self._seconds())
+            if step not in self.saver.checkpoints.steps():  # unless the run had already ended
+                self.saver.save(step, self.aggregate.consensus(state), self._seconds())
         return state
 
     def _finish(self, state: TrainState) -> dict[str, Any]:
         self.saver.checkpoints.wait()
         experiment = self.experiment
-        held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
+        held = algorithm.cost(experiment.config, experiment.schedule, self.aggregate.template, 1)
         return loop.conclude(
             experiment,
             self.work,
             self.evaluator,
             state,
-            dataclasses.replace(held, sent_a_step=self.whole.sent_per_step()),
+            dataclasses.replace(held, sent_a_step=self.aggregate.sent_per_step()),
             self.saver,
             schedule="random pairs of peers",
             schedule_period=None,
             steps=experiment.steps,
             training_seconds=round(self._seconds(), 3),
             peers={
-                "ranks": {rank: one["steps"] for rank, one in sorted(self.crew.looked.items())},
-                "died": self.crew.deaths.total(),
-                "meetings": counts_of(self.crew.looked.values()),
+                "ranks": {rank: peer["steps"] for rank, peer in sorted(self.peers.status.items())},
+                "died": self.peers.deaths.total(),
+                "averages": counts_of(self.peers.status.values()),
             },
         )
 
@@ -338,18 +337,18 @@ class Driver:
         self._saved = time.monotonic()
         best = self.saver.best
         entries = {
-            "step": self.crew.step(),
-            "examples": self.crew.step() * self.config.batch_size,
+            "step": self.peers.step(),
+            "examples": self.peers.step() * self.config.batch_size,
             "seconds": self._seconds(),
             "best": best if math.isfinite(best) else None,
-            "streams": self.crew.streams,
+            "streams": self.peers.streams,
             "batch": self.config.batch_size // self.config.num_replicas,
             "peers": {
                 str(rank): {
-                    "steps": one["steps"],
-                    "alive": rank not in self.crew.gone and one["generation"] >= 0,
+                    "steps": peer["steps"],
+                    "alive": rank not in self.peers.gone and peer["generation"] >= 0,
                 }
-                for rank, one in sorted(self.crew.looked.items())
+                for rank, peer in sorted(self.peers.status.items())
             },
         }
         write_json_atomic(self.work.path / peer_run.MANIFEST, entries)
@@ -358,8 +357,8 @@ class Driver:
         return self.saver.seconds + time.monotonic() - self.began
 
 
-def _describe(config: ConfigDict, whole: Whole) -> str:
+def _describe(config: ConfigDict, aggregate: Aggregate) -> str:
     return (
-        f"{config.algorithm} over peers: each asks a random other one after {config.mix_every} "
-        f"steps to average copies of {whole.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"
+        f"{config.algorithm} over peers: after {config.mix_every} steps each asks a random other "
+        f"one for an average, {aggregate.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"
     )

@@ -1,18 +1,18 @@
-"""The event log of a peer: everything that decides what its parameters become.
+"""The event log of a peer: everything that determines its parameters.
 
 ``peers/RANK/events-GENERATION.jsonl`` has one JSON object per line:
 
 | line | meaning |
 |---|---|
-| ``{"start": t, "origin": ...}`` | first step; None: the seed; or a ``{"peer", "t", "when"}`` |
+| ``{"start": t, "origin": ...}`` | first step; origin: None (seed) or ``{"peer", "t", "when"}`` |
 | ``{"t": t, "rate": p}`` | step t was made with the learning rate of common progress p |
-| ``{"t": t, "met": ..., "mine": v, ...}`` | before step t a half of this meeting was added |
-| ``{"t": t, "version": v, "crc": c}`` | before step t, after that, the parameters were published |
+| ``{"t": t, "average": ..., "mine": v, ...}`` | before step t this pull was applied |
+| ``{"t": t, "version": v, "crc": c}`` | then, before step t, this snapshot was published |
 | ``{"end": t, "crc": c}`` | the parameters after the last step |
 
-A copy of another peer is of its step t, either as its checkpoint has it (``"checkpoint"``) or after
-the halves of that boundary were added (``"boundary"``). A line reaches the operating system before
-any other process can learn what it says, so a killed process loses no line that matters.
+``origin`` is the state of another peer before its step t: as in its checkpoint (``"checkpoint"``),
+or after the pulls of that boundary were applied (``"boundary"``). Each line reaches the operating
+system before any other process can learn of the event, so a kill loses no line that matters.
 """
 
 import json
@@ -25,18 +25,18 @@ from typing import Any
 import numpy as np
 
 from decent_jax.ground.errors import RunError
-from decent_jax.peers.rule import Met
+from decent_jax.peers.protocol import PairwiseAverage
 
 _STARTS = tuple(
     {"start": int, "origin": origin} for origin in (None, {"peer": str, "t": int, "when": str})
 )
-_MET = {"t": int, "met": str, "with": str, "mine": int, "theirs": int, "sides": [float, float]}
+_PULL = {"t": int, "average": str, "with": str, "mine": int, "theirs": int, "sides": [float] * 2}
 _VERSION = {"t": int, "version": int, "crc": int}
-_KINDS = (_MET, _VERSION, {"t": int, "rate": int}, {"end": int, "crc": int})  # of other lines
+_KINDS = (_PULL, _VERSION, {"t": int, "rate": int}, {"end": int, "crc": int})  # of other lines
 
 
 class EventLog:
-    """Writes the log of one generation, from any thread."""
+    """Writes the log of one generation; thread-safe."""
 
     def __init__(self, folder: Path, generation: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,11 +50,11 @@ class EventLog:
                 self._file.write(json.dumps(event) + "\n")
                 self._file.flush()
 
-    def met(self, t: int, met: Met) -> None:
-        """The half of a meeting that is added before step t."""
-        theirs = met.theirs
-        names = {"met": theirs.meeting, "with": theirs.peer, "mine": met.mine.version}
-        self.write(t=t, **names, theirs=theirs.version, sides=met.sides)
+    def average(self, t: int, average: PairwiseAverage) -> None:
+        """An average whose pull is applied before step t."""
+        theirs = average.theirs
+        names = {"average": theirs.name, "with": theirs.peer, "mine": average.mine.version}
+        self.write(t=t, **names, theirs=theirs.version, sides=average.sides)
 
     def end(self, t: int, crc: int) -> None:
         """The parameters after the last step, ``t - 1``."""
@@ -70,22 +70,22 @@ def path(folder: Path, generation: int) -> Path:
 
 def generations(folder: Path) -> list[int]:
     """The generations of a rank, in order."""
-    found = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl") if p.is_file())
-    return sorted(int(number) for number in found if number.isdecimal())
+    numbers = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl") if p.is_file())
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def has_step(file: Path, t: int) -> bool:
-    """Whether step t was made, by the beginnings of the lines as `EventLog` writes them."""
+    """Whether the log has a line for step t, matched by prefix as `EventLog` writes it."""
     words = f'{{"t": {t}, "rate": '.encode()
     with file.open("rb") as lines:
         return any(line.startswith(words) for line in lines)
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines, one after the other; one that was cut short by a kill is left out.
+    """The lines, in order; a last line that a kill cut short is skipped.
 
     Raises:
-      RunError: a line is none of those above; the message names it.
+      RunError: a line is not an event; the message names it.
     """
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -103,23 +103,23 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def fits(found: Any, kind: Any) -> bool:
-    """Whether a value of a JSON file is of a kind: a type, None, or dicts and lists of kinds.
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value matches a kind: a type, None, or dicts and lists of kinds.
 
     Numbers are at least 0 and below 2**32. A dict may have further entries.
     """
     if isinstance(kind, dict):
-        return isinstance(found, dict) and all(k in found and fits(found[k], kind[k]) for k in kind)
+        return isinstance(value, dict) and all(k in value and fits(value[k], kind[k]) for k in kind)
     if isinstance(kind, list):
-        return isinstance(found, list) and len(found) == len(kind) and all(map(fits, found, kind))
+        return isinstance(value, list) and len(value) == len(kind) and all(map(fits, value, kind))
     if kind is None:
-        return found is None
-    return type(found) is kind and (kind in (bool, str) or 0 <= found < 2**32)
+        return value is None
+    return type(value) is kind and (kind in (bool, str) or 0 <= value < 2**32)
 
 
 def crc(arrays: list[np.ndarray]) -> int:
     """A checksum of the bits of all arrays."""
-    value = 0
+    checksum = 0
     for x in arrays:
-        value = zlib.crc32(np.ascontiguousarray(x).tobytes(), value)
-    return value
+        checksum = zlib.crc32(np.ascontiguousarray(x).tobytes(), checksum)
+    return checksum

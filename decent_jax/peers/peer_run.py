@@ -1,4 +1,4 @@
-"""What a run of peers is made of: its folder, the run of one replica in each peer, its data."""
+"""The parts of a run of peers: its folder, the run of one replica in each peer, its data."""
 
 import contextlib
 import itertools
@@ -25,22 +25,22 @@ from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
-FOLDER = "peers"  # of a run: peers/RANK/ is the run of a peer
-MANIFEST = "peers.json"  # how far a run is, who was alive, and which streams of data there are
-COUNT, MOST = "count.json", 2**16  # in it: how many peers `resize` wants; at most so many
-_ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
+FOLDER = "peers"  # peers/RANK/ is the run of a peer
+MANIFEST = "peers.json"  # progress, data streams, and which peers were alive
+COUNT, MOST = "count.json", 2**16  # the number of peers that `resize` asks for; the maximum
+_ANOTHER_DRAW = 1_000_003  # offset between the seeds of streams 0 to n - 1, n to 2 n - 1, ...
 
 
 class Place(NamedTuple):
-    """Which peer an actor is."""
+    """The identity of a peer."""
 
     config: dict[str, Any]  # of the whole run
     workdir: str  # of the whole run
-    rank: int  # also its stream of data
-    generation: int  # counts the peers that a rank has had
-    start: int | None  # the step to begin with as a copy of a live peer; None: its own checkpoint
+    rank: int  # also its data stream
+    generation: int  # counts the peers that have had this rank
+    start: int | None  # first step of a peer that joins; None: resume from its own checkpoint
     num_streams: int
-    all_steps: int = 0  # of all ranks together, by then
+    all_steps: int = 0  # of all ranks together, when it starts
 
     @property
     def name(self) -> str:
@@ -49,8 +49,34 @@ class Place(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Of the peer's own run."""
+        """The folder of the peer's own run."""
         return Path(self.workdir) / FOLDER / str(self.rank)
+
+
+class CommonProgress:
+    """Common progress, as far as this peer knows: the steps of all ranks together.
+
+    Args:
+      peers_per_step: peer steps per step of the run, ``num_replicas``.
+      steps: of the run.
+    """
+
+    def __init__(self, peers_per_step: int, steps: int):
+        self._peers_per_step, self._steps = peers_per_step, steps
+        self._others = 0  # last known steps of all other ranks
+        self.own = 0  # steps of this rank
+
+    def update(self, all_steps: int, own_then: int) -> None:
+        """Take the membership's count of all steps, and of this rank's at the same time."""
+        self._others = all_steps - own_then
+
+    def progress(self) -> int:
+        """Common progress in steps of the run."""
+        return (self._others + self.own) // self._peers_per_step
+
+    def over(self) -> bool:
+        """Whether all peers together have made all steps of the run."""
+        return self.progress() >= self._steps
 
 
 def check(config: ConfigDict) -> None:
@@ -61,7 +87,7 @@ def check(config: ConfigDict) -> None:
     """
     config_lib.check_fields(config)
     allowed = {
-        "algorithm": [name for name, method in METHODS.items() if method.meeting],
+        "algorithm": [name for name, method in METHODS.items() if method.pairwise],
         "combine": ["", "awc"],
         "codec": ["float32"],
         "swarm.bits": [32],
@@ -76,17 +102,17 @@ def check(config: ConfigDict) -> None:
     fields.check_allowed(config, allowed)
     _check_seconds(config.peers)
     pairs = ConfigDict(config.to_dict())
-    pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
+    pairs.schedule = "random_matching"  # peers use no schedule, but methods require one
     config_lib.check(pairs)
 
 
 def _check_seconds(peers: ConfigDict) -> None:
-    """Time-outs that contradict each other are the first complaint of users of such systems."""
+    """Refuse timeouts that contradict each other."""
     for shorter, longer, factor in (
-        ("beat_s", "silent_s", 3),  # a report or two may come late
+        ("beat_s", "silent_s", 3),  # a report or two may be late
         ("silent_s", "start_s", 1),
-        ("meet_s", "join_s", 1),  # a join copies more than a meeting
-        ("meet_s", "stop_s", 2),  # who leaves in good order meets once more, and both settle
+        ("exchange_s", "join_s", 1),  # a join sends more than an average
+        ("exchange_s", "stop_s", 2),  # a peer that leaves averages once more, and both settle
     ):
         if factor * peers[shorter] > peers[longer]:
             times = f"{factor} times " if factor > 1 else ""
@@ -113,9 +139,9 @@ def open_run(
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one replica with the steps, durations and learning rate of the whole run.
 
-    Its optimizer makes local steps only, and takes its rate from the counts that
-    `Boundary.at_progress` sets; `Boundary.meet` does what a method does in a round. Its random
-    numbers are those of the rank.
+    Its optimizer makes local steps only and takes its learning rate from the counts that
+    `StateChanges.at_progress` sets; `StateChanges.average` replaces the rounds of a method. Its
+    random numbers are those of the rank.
 
     Raises:
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.

@@ -2,11 +2,11 @@
 
     decent-jax peers replay --workdir DIR
 
-Every peer logs what decided its parameters (`decent_jax.peers.events`): the learning rate of each
-step, which copies it averaged, and when. The replay makes the same steps on the same data, in any
-order that the copies allow. It compares each published copy and the last parameters of each peer
-with the numbers in the log, and names the first that differs. Exit status: 0 all are identical, 1
-some differ, 2 there is nothing to replay.
+Every peer logs what determines its parameters (`decent_jax.peers.events`): the learning rate of
+each step, which snapshots it averaged, and when. The replay makes the same steps on the same data,
+in any order that the snapshots allow. It compares the checksums of each snapshot and of the last
+parameters of each peer with the log, and names the first that differs. Exit status: 0 all are
+identical, 1 some differ, 2 there is nothing to replay.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from decent_jax.data import loader
 from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers.peer_run import FOLDER, MANIFEST, Place, open_peer, read_manifest
-from decent_jax.peers.rule import Format, halves, sent_of
+from decent_jax.peers.protocol import Format, pull_of, sent_of
 from decent_jax.peers.step_boundary import StateChanges, number, on_host
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment
@@ -36,7 +36,7 @@ class Replayed(NamedTuple):
 
     peer: str  # "rank.generation"
     steps: tuple[int, int]  # the first, and after the last
-    meetings: int
+    averages: int
     versions: int
     differs: str  # the first thing that differs from the log; "" where nothing does
     survived: bool  # it logged its end
@@ -50,16 +50,16 @@ class Log:
         first = next(lines)
         self.start, self.origin = first["start"], first["origin"]
         self.rates: dict[int, int] = {}
-        self.met: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        self.versions: dict[int, tuple[int, int]] = {}  # version and sum of bits
-        self.last: int | None = None  # sum of the bits of the last parameters
+        self.averages: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.versions: dict[int, tuple[int, int]] = {}  # version and checksum
+        self.last: int | None = None  # checksum of the last parameters
         self.end, count = self.start, 1
         for line in lines:
             count += 1
             if "rate" in line:
                 self.rates[line["t"]] = line["rate"]
-            elif "met" in line:
-                self.met[line["t"]].append(line)
+            elif "average" in line:
+                self.averages[line["t"]].append(line)
             elif "version" in line:
                 self.versions[line["t"]] = line["version"], line["crc"]
             if "end" in line:
@@ -72,9 +72,9 @@ class Log:
                 "lines; it is damaged"
             )
 
-    def uses(self, met: dict[str, Any]) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The copies (peer, version) of a meeting, the own one first."""
-        return (self.name, met["mine"]), (met["with"], met["theirs"])
+    def uses(self, average: dict[str, Any]) -> tuple[tuple[str, int], tuple[str, int]]:
+        """The snapshots (peer, version) of an average, this peer's first."""
+        return (self.name, average["mine"]), (average["with"], average["theirs"])
 
 
 def read_logs(workdir: Path) -> list[Log]:
@@ -87,7 +87,7 @@ def read_logs(workdir: Path) -> list[Log]:
     ranks = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]
     for folder in sorted(ranks, key=lambda path: int(path.name)):
         for generation in events.generations(folder):
-            with contextlib.suppress(StopIteration):  # killed before it has written a line
+            with contextlib.suppress(StopIteration):  # killed before it wrote a line
                 lines = events.read(events.path(folder, generation))
                 logs.append(Log(int(folder.name), generation, lines))
     if not logs:
@@ -103,11 +103,11 @@ def replay(
     """Replay the run in ``workdir``, which must have ended or been interrupted.
 
     Args:
-      say: called with a line for each peer.
-      observe: called with each published copy: of which peer, before which step, the arrays.
+      say: called with one line per peer.
+      observe: called with the peer, the step and the arrays of each snapshot.
 
     Raises:
-      RunError: there are no logs, or one names a copy that no log explains.
+      RunError: there are no logs, or one names a snapshot that no log explains.
       ConfigError: the run or its data cannot be opened.
     """
     workdir = Path(workdir)
@@ -117,7 +117,7 @@ def replay(
     if not manifest:
         raise RunError(f"{workdir} has no {MANIFEST}, which every run of peers has")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # where replicas are
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # placement messages
         experiments = {
             rank: stack.enter_context(
                 open_peer(Place(config, str(workdir), rank, 0, None, manifest["streams"]))
@@ -136,16 +136,16 @@ class _Replay:
         self.step = make_step(
             *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
         )
-        self.copies: dict[tuple[str, int], list[np.ndarray]] = {}  # by peer and version
+        self.snapshots: dict[tuple[str, int], list[np.ndarray]] = {}  # by peer and version
         self.states: dict[tuple[str, int, str], TrainState] = {}  # by peer, step and moment
         origins = [log.origin for log in logs if log.origin]
         self.wanted_states = {(o["peer"], o["t"], o["when"]) for o in origins}
-        self.uses = Counter(  # of each copy; forgotten after the last
+        self.uses = Counter(  # of each snapshot, which is dropped after the last
             use
             for log in logs
-            for meetings in log.met.values()
-            for met in meetings
-            for use in log.uses(met)
+            for averages in log.averages.values()
+            for average in averages
+            for use in log.uses(average)
         )
         self.done: list[Replayed] = []
 
@@ -153,15 +153,17 @@ class _Replay:
         peers = {log.name: self._replay(log) for log in self.logs}
         needs = {name: next(peer, None) for name, peer in peers.items()}  # None: it has ended
         while waiting := {name: need for name, need in needs.items() if need}:
-            ready = [k for k, need in waiting.items() if need in self.copies or need in self.states]
+            ready = [
+                k for k, need in waiting.items() if need in self.snapshots or need in self.states
+            ]
             if not ready:
                 name, need = next(iter(waiting.items()))
                 raise RunError(f"peer {name} used {need}, which no log explains")
             needs |= {name: next(peers[name], None) for name in ready}
-        return sorted(self.done, key=lambda one: tuple(map(int, one.peer.split("."))))
+        return sorted(self.done, key=lambda log: tuple(map(int, log.peer.split("."))))
 
     def _replay(self, log: Log) -> Iterator[tuple]:
-        """One generation; yields each copy and state that it needs to go on."""
+        """One generation; yields the key of each snapshot and state that it needs to continue."""
         experiment, changes = self.experiments[log.rank], self.changes
         if log.origin:
             need = (log.origin["peer"], log.origin["t"], log.origin["when"])
@@ -180,10 +182,10 @@ class _Replay:
         ) as batches:
             for t in range(log.start, log.end):
                 self._keep(log, t, "checkpoint", state)
-                for met in log.met.get(t, ()):
-                    yield from log.uses(met)
-                    mine = self.copies[log.name, met["mine"]]
-                    state = changes.meet(state, mine, self._half(log, met))
+                for average in log.averages.get(t, ()):
+                    yield from log.uses(average)
+                    mine = self.snapshots[log.name, average["mine"]]
+                    state = changes.average(state, mine, self._pull(log, average))
                     count += 1
                 if t in log.versions:
                     version, crc = log.versions[t]
@@ -192,7 +194,7 @@ class _Replay:
                         differs = f"version {version}, published before step {t}"
                     self.observe(log.name, t, arrays)
                     if self.uses[log.name, version]:
-                        self.copies[log.name, version] = arrays
+                        self.snapshots[log.name, version] = arrays
                 self._keep(log, t, "boundary", state)
                 if t in log.rates:
                     state = self._step(state, next(batches), log, t)
@@ -204,15 +206,14 @@ class _Replay:
         self.done.append(Replayed(log.name, steps, count, len(log.versions), differs, survived))
         self.say(_line(self.done[-1]))
 
-    def _half(self, log: Log, met: dict[str, Any]) -> list[np.ndarray]:
-        brought = []
-        for (peer, version), side in zip(log.uses(met), met["sides"], strict=True):
-            brought.append(sent_of(self.form, peer, version, self.copies[peer, version], side))
+    def _pull(self, log: Log, average: dict[str, Any]) -> list[np.ndarray]:
+        sent = []
+        for (peer, version), side in zip(log.uses(average), average["sides"], strict=True):
+            sent.append(sent_of(self.form, peer, version, self.snapshots[peer, version], side))
             self.uses[peer, version] -= 1
             if not self.uses[peer, version]:
-                del self.copies[peer, version]
-        mine, theirs = brought
-        return halves(mine, theirs)
+                del self.snapshots[peer, version]
+        return pull_of(*sent)
 
     def _keep(self, log: Log, t: int, when: str, state: TrainState) -> None:
         if (log.name, t, when) in self.wanted_states:
@@ -224,11 +225,11 @@ class _Replay:
         return self.step(state, batch, number(log.rank, t), round=0)[0]
 
 
-def _line(one: Replayed) -> str:
-    words = f"differs: {one.differs}" if one.differs else "identical"
-    end = "" if one.survived else " (died, or lagged)"
-    first, last = one.steps
+def _line(peer: Replayed) -> str:
+    words = f"differs: {peer.differs}" if peer.differs else "identical"
+    end = "" if peer.survived else " (died, or lagged)"
+    first, last = peer.steps
     return (
-        f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "
-        f"{one.versions} versions{end}: {words}"
+        f"peer {peer.peer}: steps {first} to {last}, {peer.averages} pairwise averages, "
+        f"{peer.versions} snapshots{end}: {words}"
     )

@@ -1,4 +1,4 @@
-"""What a peer does at its step boundaries, and its runner; nothing here waits for a message."""
+"""A peer's work between two steps, and its runner; nothing here waits for a message."""
 
 import contextlib
 import math
@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ import optax
 
 from decent_jax.optim import METHODS, trees
 from decent_jax.peers import events
-from decent_jax.peers.peer_run import Place
-from decent_jax.peers.rule import Arrays, Joined, Meetings
+from decent_jax.peers.peer_run import CommonProgress, Place
+from decent_jax.peers.protocol import Arrays, Averager, JoinState
 from decent_jax.train import algorithm
 from decent_jax.train.checkpoint import Saver
 from decent_jax.train.experiment import Experiment
@@ -28,50 +29,51 @@ from decent_jax.train.workdir import Workdir
 
 
 class StateChanges:
-    """What happens to a `TrainState` of one replica, (1, ...), between two of its steps.
+    """Changes of the `TrainState` of one replica, (1, ...), between two of its steps.
 
-    The live run and its replay share it.
+    A run and its replay share them.
+
+    Attributes:
+      rate: common progress (int32) -> the learning rate, () float32.
+      averaged: state -> the part that peers send and average.
     """
 
     def __init__(self, experiment: Experiment):
         self.placement = experiment.placement
         self._mixes_state = experiment.task.mixes_state
-        self._rate = jax.jit(lambda t: jnp.asarray(experiment.rate(t), jnp.float32))
+        self.rate = jax.jit(lambda t: jnp.asarray(experiment.rate(t), jnp.float32))
+        self.averaged = partial(averaged, experiment.task.mixes_state)
         place_all = self.placement.place_all
         method = METHODS[experiment.config.algorithm]
-        assert method.meeting is not None  # `decent_jax.peers.peer_run.check`
-        meet = jax.vmap(method.meeting(algorithm.numbers_of(experiment.config, method)))
+        assert method.pairwise is not None  # `decent_jax.peers.peer_run.check`
+        pairwise = jax.vmap(method.pairwise(algorithm.numbers_of(experiment.config, method)))
 
-        def met(averaged, own, copy, half):
-            (params, model_state), (params_half, model_state_half) = averaged, half
-            params, own = meet(params, own, copy[0], params_half)
-            return place_all(((params, trees.add(model_state, model_state_half)), own))
+        def average(averaged, own, snapshot, pull):
+            (params, model_state), (params_pull, model_state_pull) = averaged, pull
+            params, own = pairwise(params, own, snapshot[0], params_pull)
+            return place_all(((params, trees.add(model_state, model_state_pull)), own))
 
-        self._meet = jax.jit(met, donate_argnums=(0, 1))
+        self._average = jax.jit(average, donate_argnums=(0, 1))
         self.copy = jax.jit(lambda tree: place_all(jax.tree.map(jnp.copy, tree)))
 
-    def averaged(self, state: TrainState) -> Any:
-        """See the function `averaged`."""
-        return averaged(self._mixes_state, state)
-
-    def meet(self, state: TrainState, copy: Arrays, half: Arrays) -> TrainState:
-        """The state after a meeting; donates the old one.
+    def average(self, state: TrainState, snapshot: Arrays, pull: Arrays) -> TrainState:
+        """The state after a pairwise average; donates ``state``.
 
         Args:
-          copy: what this peer brought.
-          half: of the difference of the partner's copy to it, as far as their messages say.
+          snapshot: of this peer.
+          pull: half of the difference between the partner's and this peer's decoded snapshot.
         """
         old, own = self.averaged(state), state.opt_state.own
-        copy, half = (
+        snapshot, pull = (
             jax.tree.unflatten(jax.tree.structure(old), [x[None] for x in arrays])
-            for arrays in (copy, half)
+            for arrays in (snapshot, pull)
         )
-        (params, model_state), own = self._meet(old, own, copy, half)
+        (params, model_state), own = self._average(old, own, snapshot, pull)
         state = state._replace(params=params, opt_state=state.opt_state._replace(own=own))
         return state._replace(model_state=model_state) if self._mixes_state else state
 
     def at_progress(self, state: TrainState, progress: int) -> TrainState:
-        """The state whose next update has the learning rate of this common progress, in steps."""
+        """The state whose next update uses the learning rate at this common progress, in steps."""
 
         def is_count(node):
             return isinstance(node, optax.ScaleByScheduleState)
@@ -84,10 +86,6 @@ class StateChanges:
 
         return state._replace(opt_state=jax.tree.map(replaced, state.opt_state, is_leaf=is_count))
 
-    def rate(self, progress: int) -> jax.Array:
-        """() float32: the learning rate."""
-        return self._rate(np.int32(progress))
-
     def put(self, arrays: Arrays, like: Any) -> Any:
         """Host arrays (1, ...) as a tree on the devices."""
         leaves = [jax.device_put(x, self.placement.sharding(x.shape)) for x in arrays]
@@ -95,62 +93,36 @@ class StateChanges:
 
 
 def averaged(mixes_state: bool, state: TrainState) -> Any:
-    """The part of the state that peers average, and send."""
+    """The part of the state that peers send and average."""
     return state.params, state.model_state if mixes_state else {}
 
 
 def number(stream: int, t: int) -> np.ndarray:
-    """(2,) what a peer's step draws its random numbers (dropout) from: step t of its stream."""
+    """(2,) the seed of a peer's random numbers (dropout): step t of its stream."""
     return np.array([t, stream], np.int32)
 
 
 def on_host(tree: Any) -> Arrays:
-    """Leaves without the replica dimension; they may be shared with the device, so do not write."""
+    """Leaves without the replica dimension; read-only, they may share memory with the device."""
     return [np.asarray(x)[0] for x in jax.tree.leaves(tree)]
 
 
-class Pulse:
-    """Common progress as this peer knows it: the steps of all ranks together.
-
-    Args:
-      peers_per_step: steps of peers that are one step of the run, ``num_replicas``.
-      steps: of the run.
-    """
-
-    def __init__(self, peers_per_step: int, steps: int):
-        self._peers_per_step, self._steps = peers_per_step, steps
-        self._others = 0  # steps made in other ranks, as far as this peer knows
-        self.own = 0  # steps made in this rank
-
-    def heard(self, all_steps: int, own_then: int) -> None:
-        """Note the roster's count of all steps, and its count of this rank's at the same time."""
-        self._others = all_steps - own_then
-
-    def progress(self) -> int:
-        """Common progress in steps of the run."""
-        return (self._others + self.own) // self._peers_per_step
-
-    def over(self) -> bool:
-        """Whether all peers together have made the steps of the run."""
-        return self.progress() >= self._steps
-
-
 class NotJoined(Exception):
-    """A peer ends without the state of a peer: it has none yet, or an old one; nothing is saved."""
+    """A peer ends while its state is missing or outdated; it saves nothing."""
 
 
 class StepBoundary:
-    """What a peer does at its step boundaries.
+    """A peer's work between two steps.
 
     Args:
       experiment: of the peer.
       place: which peer it is.
-      pulse: common progress.
-      meetings: of the peer.
-      jobs: takes functions that a thread calls one after the other.
-      ask: one of them: ask another peer to meet.
-      join: copies the state of another peer, and returns None where nobody could give one; called
-        before the first step, when all is compiled. None: not joining.
+      common: common progress.
+      averager: of the peer.
+      jobs: queue of functions that a thread calls one after the other.
+      ask: one of them: ask another peer for a pairwise average.
+      join: returns the state of another peer, or None if no peer could send one; called before the
+        first step, after compilation. None: not joining.
       clock: seconds.
     """
 
@@ -158,33 +130,33 @@ class StepBoundary:
         self,
         experiment: Experiment,
         place: Place,
-        pulse: Pulse,
-        meetings: Meetings,
+        common: CommonProgress,
+        averager: Averager,
         jobs: Any,
         ask: Any,
-        join: Callable[[], Joined | None] | None,
+        join: Callable[[], JoinState | None] | None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
         peers = place.config["peers"]
-        self._place, self._pulse = place, pulse
-        self.meetings, self._jobs, self._ask = meetings, jobs, ask
+        self._place, self._common = place, common
+        self.averager, self._jobs, self._ask = averager, jobs, ask
         self._changes = StateChanges(experiment)
         self.join = join
-        self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
+        self._every, self._exchange_s = place.config["mix_every"], peers["exchange_s"]
         self._due = 0  # the step before which to ask next
-        self._ask_after = 0.0  # and the time; infinite while a question is under way
+        self._ask_after = 0.0  # and the time; infinite while a request is in progress
         self._log: events.EventLog | None = None
         self._origin: dict[str, Any] | None = None
         self._has_published = False
-        self._end_by = math.inf  # when to end at the latest; infinite until the end has come
-        self._met_before = 0
+        self._end_by = math.inf  # deadline; infinite until the run ends
+        self._averages_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
-        self._wanted: queue.SimpleQueue[Future[Joined]] = queue.SimpleQueue()
-        self.leaving: str | None = None  # "leave": after a last meeting; "stop", "lag": at once
-        self.losses = (0.0, 0)  # sum and number of those of its steps that are finite, so far
-        self._last_loss: jax.Array | None = None  # ready when the last step is made
-        self.stale = 0  # steps of progress since the copy averaged last was published
+        self._wanted: queue.SimpleQueue[Future[JoinState]] = queue.SimpleQueue()
+        self.leaving: str | None = None  # "leave": after a last average; "stop", "lag": at once
+        self.losses = (0.0, 0)  # sum and number of all finite losses so far
+        self._last_loss: jax.Array | None = None  # ready when the last step is
+        self.stale = 0  # age of the partner's snapshot in the last average, in steps of progress
         self.final: list[np.ndarray] | None = None
         self.ready = False  # whether it trains
         self.alone = False  # whether no other peer trains
@@ -192,13 +164,13 @@ class StepBoundary:
     # --- Called by the runner ---------------------------------------------------------------------
 
     def begin(self, start: int) -> int:
-        """The step to begin with, where the newest checkpoint is of step ``start``."""
+        """The first step, if the newest checkpoint is of step ``start``."""
         if start:
             self._origin = self._checkpointed(start)
         if self._place.start is not None:
             start = self._place.start
-        self._pulse.own = start
-        self._pulse.heard(self._place.all_steps, start)
+        self._common.own = start
+        self._common.update(self._place.all_steps, start)
         self._due = start + self._every
         return start
 
@@ -206,98 +178,97 @@ class StepBoundary:
         """Whether the run ends after ``done`` steps.
 
         Raises:
-          NotJoined: it ends, and the state is not that of a peer yet, or too old.
+          NotJoined: it ends, and its state is missing or outdated.
         """
-        self._pulse.own = done
+        self._common.own = done
         if self.leaving == "lag":
             raise NotJoined
-        if self.leaving is None and not self._pulse.over():
+        if self.leaving is None and not self._common.over():
             return False
         if self.join is not None:
             raise NotJoined
         if math.isinf(self._end_by):
-            # A meeting takes meet_s at most, and until it is known to be settled as long again.
-            self._end_by = self._clock() + 2 * self._meet_s
-            self._due, self._met_before = done, self.meetings.counts["met"]
+            # An average takes at most exchange_s, and its confirmation at most as long again.
+            self._end_by = self._clock() + 2 * self._exchange_s
+            self._due, self._averages_before = done, self.averager.counts["averaged"]
         late = self._clock() > self._end_by
-        # Who leaves meets once more, so that what it has learned stays with the others.
-        has_met = self.alone or self.meetings.counts["met"] > self._met_before
-        if late or self.leaving != "leave" or has_met:
-            self.meetings.closed = True
-        # Halves that partners add must be added here, too.
-        return late or (self.meetings.closed and self.meetings.idle())
+        # A leaving peer averages once more, so its progress is not lost.
+        has_averaged = self.alone or self.averager.counts["averaged"] > self._averages_before
+        if late or self.leaving != "leave" or has_averaged:
+            self.averager.closed = True
+        # If the partner of a last average applies its pull, this peer must, too.
+        return late or (self.averager.closed and self.averager.idle())
 
     def step(
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The step t, and what comes before it."""
+        """Step t, and the work before it."""
         if self.join is not None:
             state = self._joined(self.join, state)
         log = self._log or self._begin_log(t)
-        progress = self._pulse.progress()
+        progress = self._common.progress()
         if progress != self._shown[0]:
-            self._shown = progress, self._changes.rate(progress)
+            self._shown = progress, self._changes.rate(np.int32(progress))
         state = self._changes.at_progress(state, progress)
         log.write(t=t, rate=progress)
-        # A host that is ahead of its device publishes late, meets nobody until then, and adds what
-        # is older. All that the next step needs but the meetings is ready here.
+        # A host that runs ahead of its device publishes late, cannot average until then, and uses
+        # older pulls; so wait here for the last step, when everything else is ready.
         self._note_loss()
-        taken = self.meetings.take()
-        for met in taken:
-            log.met(t, met)
-            self.stale = progress - met.theirs.progress
-            state = self._changes.meet(state, met.mine.arrays, met.half)
+        taken = self.averager.take()
+        for average in taken:
+            log.average(t, average)
+            self.stale = progress - average.theirs.progress
+            state = self._changes.average(state, average.mine.arrays, average.pull)
         if taken or not self._has_published:
             self._publish(log, state, t, progress)
         self._give(state, t)
         if t >= self._due and self._clock() >= self._ask_after:
             self._due, self._ask_after = t + self._every, math.inf
             self._jobs.put(self._ask_and_rest)
-        self.ready = True  # now: on a CPU, a step with a callback returns only when it is made
+        self.ready = True  # before the step: on a CPU, one with a callback blocks until it is done
         state, metrics = compiled(state, batch, number(self._place.rank, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
-        """How this peer ended, once a checkpoint of its last step is saved."""
+        """How this peer ended; called after the checkpoint of its last step is saved."""
         self._note_loss()
         arrays = on_host(self._changes.averaged(state))
         self.final = arrays
         if self._log is not None:
             self._log.end(done, events.crc(arrays))
-        self.meetings.withdraw()
+        self.averager.withdraw()
         self._refuse()
         return {"steps": done, "how": self.leaving or "end"}
 
     # --- Called by other threads ------------------------------------------------------------------
 
-    def want_state(self) -> "Future[Joined]":
+    def want_state(self) -> "Future[JoinState]":
         """The state at the next step boundary, for a peer that joins."""
-        wanted: Future[Joined] = Future()
+        wanted: Future[JoinState] = Future()
         self._wanted.put(wanted)
         if self.final is not None:
             self._refuse()
         return wanted
 
     def _ask_and_rest(self) -> None:
-        """Ask, and then be free for the questions of others about as long as that took.
+        """Ask, and then stay free for the requests of others for about as long as that took.
 
-        Peers that asked all the time would be busy whenever they are asked: nobody would meet. A
-        peer that waited for an answer in vain was busy for ``meet_s``, and asks the next one at
-        once.
+        Peers that asked all the time would be busy whenever another peer asks, and none would ever
+        average. After a timeout, which kept it busy for ``exchange_s``, a peer asks again at once.
         """
         began = self._clock()
         try:
             self._ask()
         finally:
             now = self._clock()
-            took = now - began if now - began < self._meet_s else 0.0
+            took = now - began if now - began < self._exchange_s else 0.0
             self._ask_after = now + 2 * random.random() * took
 
     # --- Parts of a step --------------------------------------------------------------------------
 
-    def _joined(self, join: Callable[[], Joined | None], state: TrainState) -> TrainState:
-        """The state of another peer, if one gives it."""
+    def _joined(self, join: Callable[[], JoinState | None], state: TrainState) -> TrainState:
+        """The state of another peer, if one sends it."""
         joined, self.join = join(), None
         if joined is None:
             return state
@@ -305,7 +276,7 @@ class StepBoundary:
         return self._changes.put([x[None] for x in joined.arrays], state)
 
     def _note_loss(self) -> None:
-        """Wait for the last step; reports then need not wait for the device."""
+        """Wait for the last step, so that reports need not wait for the device."""
         if self._last_loss is None:
             return
         self._last_loss.block_until_ready()
@@ -320,26 +291,26 @@ class StepBoundary:
         return self._log
 
     def _publish(self, log: events.EventLog, state: TrainState, t: int, progress: int) -> None:
-        """Hand a copy to the other thread, which waits for the device and shows it to others."""
+        """Hand a copy to the other thread, which waits for the device and publishes it."""
         self._has_published = True
-        copied, meetings = self._changes.copy(self._changes.averaged(state)), self.meetings
+        copied, averager = self._changes.copy(self._changes.averaged(state)), self.averager
 
         def publish():
             arrays = on_host(copied)
-            log.write(t=t, version=meetings.version, crc=events.crc(arrays))
-            meetings.publish(arrays, progress)
+            log.write(t=t, version=averager.version, crc=events.crc(arrays))
+            averager.publish(arrays, progress)
 
         self._jobs.put(publish)
 
     def _give(self, state: TrainState, t: int) -> None:
         if not self._wanted.empty():
             copied = self._changes.copy(state)
-            for one in self._taken():
-                one.set_result(Joined(self.meetings.me, t, copied))
+            for future in self._taken():
+                future.set_result(JoinState(self.averager.me, t, copied))
 
     def _refuse(self) -> None:
-        for one in self._taken():
-            one.set_exception(RuntimeError("this peer has ended"))
+        for future in self._taken():
+            future.set_exception(RuntimeError("this peer has ended"))
 
     def _taken(self) -> Iterator[Future]:
         with contextlib.suppress(queue.Empty):
@@ -358,7 +329,7 @@ class StepBoundary:
 
 
 class PeerRunner(Synchronous):
-    """See `decent_jax.train.loop.Runner`: one replica, whose run evaluates nothing by itself."""
+    """See `decent_jax.train.loop.Runner`: one replica, which does not evaluate."""
 
     evaluates, first = False, number(0, 0)
 

@@ -206,7 +206,7 @@ def _ranks(run: RunFolder) -> list[int]:
 
 
 def _lanes(axes: Axes, runs: Sequence[RunFolder]) -> None:
-    """A lane for each peer: when it trained, its steps, and the age of the copies it averaged."""
+    """A lane per peer: when it trained, its steps, and the staleness of its averages."""
     (run,) = runs
     ranks = _ranks(run)
     every = [row["step"] for row in run.rows if any(f"peers/{k}/steps" in row for k in ranks)]
@@ -234,7 +234,7 @@ def _lanes(axes: Axes, runs: Sequence[RunFolder]) -> None:
         )  # fmt: skip
     oldest = shown.vmax or 0
     style.curve_frame(
-        axes, "Peers", f"triangle: joins, cross: dies; age of copies to {oldest:.0f} steps"
+        axes, "Peers", f"triangle: joins, cross: dies; staleness up to {oldest:.0f} steps"
     )
     axes.set_yticks(range(len(ranks)), [f"peer {rank}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.4, -0.6)

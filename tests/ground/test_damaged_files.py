@@ -25,8 +25,14 @@ METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 PEERS = {"step": 9, "seconds": 1.5, "best": 2.5, "streams": 8, "batch": 2}
 PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive": False}}}
 START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
-MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
-EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
+AVERAGE = {"t": 2, "average": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
+EVENTS = [
+    START,
+    AVERAGE,
+    {"t": 2, "version": 1, "crc": 5},
+    {"t": 2, "rate": 9},
+    {"end": 3, "crc": 7},
+]
 SPENT = dict.fromkeys(("steps", *goodput_file.CAUSES), 1.5)
 CONFIG = config_lib.default_config()  # which no reader changes
 ON_PEERS = config_lib.default_config()

@@ -38,7 +38,7 @@ def get_config():
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 0.05
     config.peers.silent_s = 2.0
-    config.peers.meet_s = 8.0  # on busy machines a message may take seconds
+    config.peers.exchange_s = 8.0  # on busy machines a message may take seconds
     config.peers.max_lag = 20
     return config
 """
@@ -98,19 +98,19 @@ def living(workdir):
 
 
 def both_sides_are_in_the_logs(workdir):
-    """In these logs a meeting has two halves, of the same versions, unless one side was killed."""
-    halves = {}
+    """In these logs an average has two pulls, of the same versions, unless one side was killed."""
+    pull_of = {}
     alive = living(workdir)
     for path in (workdir / "peers").glob("*/events-*.jsonl"):
         me = f"{path.parent.name}.{path.stem[7:]}"
         for line in map(json.loads, path.read_text().splitlines()):
-            if "met" in line:
+            if "average" in line:
                 mine, theirs = (me, line["mine"]), (line["with"], line["theirs"])
-                halves.setdefault(line["met"], []).append((mine, theirs))
-    whole = [sides for sides in halves.values() if len(sides) == 2]
+                pull_of.setdefault(line["averaged"], []).append((mine, theirs))
+    whole = [sides for sides in pull_of.values() if len(sides) == 2]
     assert len(whole) > 20 and all(a == b[::-1] for a, b in whole)
-    alone = [sides[0] for sides in halves.values() if len(sides) == 1]
-    # With one that was killed, or stopped and begun anew.
+    alone = [sides[0] for sides in pull_of.values() if len(sides) == 1]
+    # With one that was killed, or stopped and exchange anew.
     assert not any({mine[0], theirs[0]} <= alive for mine, theirs in alone)
     assert {mine[0] for sides in whole for mine, _ in sides} >= alive
 
@@ -151,8 +151,8 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     until(lambda: made(workdir, "0") > steps + 100, process)
     peers["1"].resume()
     until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
-    assert "another one takes its place" in words_of(workdir, "1")
-    assert "peer 1 has lagged too far behind; 2 go on" in process.words.read_text()
+    assert "a new peer replaces it" in words_of(workdir, "1")
+    assert "peer 1 has lagged too far behind; 2 continue" in process.words.read_text()
     # One leaves in good order.
     actors(process)["2"].terminate()
     until(lambda: "peer 2 has left" in process.words.read_text(), process)
@@ -175,10 +175,10 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
 def test_it_resumes_with_another_number(start_process, variables, workdir):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
     fields = {"peers__count": 1, "steps": steps + 60}
-    begun = newest(workdir, "0") + 1
+    exchange = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
     assert process.wait(500) == 0, process.words.read_text()
-    assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
+    assert events(workdir, "0", exchange)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["steps"] == steps + 60 and len(summary["peers"]["ranks"]) == 3
     assert summary["final"]["eval/loss"] < 1.0
@@ -198,7 +198,7 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
     assert code == 0 and "every parameter is identical" in said, said
     ended = [line for line in said.splitlines() if line.endswith("versions: identical")]
     assert len(ended) == 4  # all three of the first session, whom Ctrl-C lets end, and one
-    assert sum(" 0 meetings" not in line for line in ended) >= 3
+    assert sum(" 0 pairwise averages" not in line for line in ended) >= 3
 
 
 def test_no_ray_is_one_sentence(monkeypatch):

@@ -17,10 +17,10 @@ from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.run_folder import load_run
 from decent_jax.peers import peer_run
 from decent_jax.peers.__main__ import main
-from decent_jax.peers.crew import Crew
 from decent_jax.peers.driver import Driver, message_bytes
+from decent_jax.peers.membership import Membership, MembershipClient
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.roster import Roster, RosterLink
+from decent_jax.peers.supervisor import Supervisor
 
 STEPS, NOWHERE = 100, ("127.0.0.1", 9)
 
@@ -28,9 +28,9 @@ STEPS, NOWHERE = 100, ("127.0.0.1", 9)
 class Trainee:
     """In place of a peer: trains until a test sets how it ends."""
 
-    def __init__(self, place, roster, secret):
+    def __init__(self, place, membership, secret):
         self.place, self.told = place, []
-        self.roster = RosterLink(roster, secret, 30.0)
+        self.membership = MembershipClient(membership, secret, 30.0)
         self.ends = Pending()
 
     def train(self):
@@ -46,25 +46,27 @@ class Trainee:
 
 
 class Session:
-    """A crew of stand-ins in a folder, and what it says."""
+    """A supervisor of stand-ins in a folder, and what it says."""
 
     def __init__(self, folder, before=(), count=4):
         config = config_of()
         config.peers.update(count=count, cpus=2.0, gpus=1.0)
         self.said, self.folder = [], folder
         self.actors = LocalActors({Peer: Trainee})
-        self.crew = Crew(config, folder, STEPS, dict(before), self.said.append, self.actors)
-        self.crew.begin(NOWHERE)
+        self.supervisor = Supervisor(
+            config, folder, STEPS, dict(before), self.said.append, self.actors
+        )
+        self.supervisor.begin(NOWHERE)
         (folder / "peers").mkdir(exist_ok=True)
         (folder / "config.json").touch()
 
     def peer(self, rank):
         """The stand-in that has the rank now."""
-        return self.crew.live[rank].actor.there
+        return self.supervisor.live[rank].actor.there
 
     def resize(self, count):
         assert main(["resize", "--workdir", str(self.folder), "--count", str(count)]) == 0
-        self.crew.resize()
+        self.supervisor.resize()
 
 
 @pytest.fixture
@@ -79,20 +81,20 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
     def started(entries, count=3):
         """{rank: whether it joins}, of a resumed run of three."""
         before = {"peers": entries, "streams": 5}
-        crew = Session(tmp_path, before, count).crew
-        places = {rank: one.actor.there.place for rank, one in crew.live.items()}
+        supervisor = Session(tmp_path, before, count).supervisor
+        places = {rank: one.actor.there.place for rank, one in supervisor.live.items()}
         for rank, place in places.items():
             assert place.generation == (4 if rank == 1 else 0)  # its logs are not overwritten
             # What all have made is known in steps of the run, and all read their former streams.
-            assert (place.num_streams, place.all_steps) == (5, 4 * crew.start)
+            assert (place.num_streams, place.all_steps) == (5, 4 * supervisor.start)
             assert place.start in (None, entries[str(rank)]["steps"])
-            assert crew.live[rank].actor.options == {
+            assert supervisor.live[rank].actor.options == {
                 "log": tmp_path / "peers" / str(rank) / "log.txt",
                 **{"sigterm": "leave", "cpus": 2.0, "gpus": 1.0, "threads": 8},
             }
         joins = {rank: place.start is not None for rank, place in places.items()}
         known = peer_run.known_steps(tmp_path, before)
-        assert crew.start == sum(known.values()) // 4
+        assert supervisor.start == sum(known.values()) // 4
         return joins, known
 
     for rank, step in (("0", 12), ("1", 15)):
@@ -108,30 +110,30 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
 
 
 def test_peers_that_leave_are_replaced_where_more_are_wanted_again(session):
-    crew = session.crew
+    supervisor = session.supervisor
     session.resize(2)
     assert [session.peer(rank).told for rank in range(4)] == [[], [], ["leave"], ["leave"]]
     session.resize(3)  # the two have not left yet
-    assert sorted(crew.live) == [0, 1, 2, 3, 4]
+    assert sorted(supervisor.live) == [0, 1, 2, 3, 4]
     session.peer(3).ends = Lost(RuntimeError(), killed=True)
-    crew.collect()  # it was killed on its way out, and is not replaced
-    assert sorted(crew.live) == [0, 1, 2, 4]
+    supervisor.collect()  # it was killed on its way out, and is not replaced
+    assert sorted(supervisor.live) == [0, 1, 2, 4]
     lost = session.peer(1)
     lost.ends = Lost(RuntimeError(), killed=True)
-    crew.collect()
-    assert sorted(crew.live) == [0, 1, 2, 4] and session.peer(1) is not lost
+    supervisor.collect()
+    assert sorted(supervisor.live) == [0, 1, 2, 4] and session.peer(1) is not lost
     session.peer(2).ends = {"how": "leave", "steps": 7}
-    crew.collect()
-    assert sorted(crew.live) == [0, 1, 4] and crew.gone == {2, 3}
+    supervisor.collect()
+    assert sorted(supervisor.live) == [0, 1, 4] and supervisor.gone == {2, 3}
 
 
 @pytest.mark.parametrize("error", [Lost(ValueError("no number"), False), Silent("gives no answer")])
 def test_of_a_peer_that_has_failed_no_process_stays(error, session):
     """Ray also says that an actor is lost when its host cannot be reached for a while."""
-    actor = session.crew.live[1].actor
+    actor = session.supervisor.live[1].actor
     actor.there.ends = error
-    session.crew.collect()
-    assert actor.killed and session.crew.live[1].actor is not actor
+    session.supervisor.collect()
+    assert actor.killed and session.supervisor.live[1].actor is not actor
     assert str(error) in session.said[0]
 
 
@@ -140,51 +142,57 @@ def test_a_peer_that_lags_is_replaced(leaves, steps, session):
     """However often; only deaths count. Not where it should leave, or all steps are made."""
     if leaves:
         session.resize(3)
-    actor = session.crew.live[3].actor
+    actor = session.supervisor.live[3].actor
     actor.there.ends = {"how": "lag", "steps": 3}
-    session.crew.looked = {2: {"steps": 4 * steps, "generation": 0}}
-    session.crew.collect()
+    session.supervisor.status = {2: {"steps": 4 * steps, "generation": 0}}
+    session.supervisor.collect()
     stays = not leaves and steps < STEPS
-    assert actor.killed and (3 in session.crew.live) is stays and not session.crew.deaths
+    assert (
+        actor.killed and (3 in session.supervisor.live) is stays and not session.supervisor.deaths
+    )
 
 
 def test_nobody_replaces_the_last_peer_and_the_copies_are_of_those_that_give_one(tmp_path):
     """It would have nobody to join."""
     session = Session(tmp_path, count=1)
-    actor = session.crew.live[0].actor
-    actor.there.published = lambda: ["copy"]
+    actor = session.supervisor.live[0].actor
+    actor.there.published = lambda: ["snapshot"]
     silent, without = (LocalActor(Trainee(session.peer(0).place, NOWHERE, b""), {}) for _ in "ab")
     silent.there.ends = Silent("gives no answer")
     silent.there.published = silent.there.train
-    assert session.crew.copies([without, actor, silent]) == [["copy"]]
+    assert session.supervisor.snapshots([without, actor, silent]) == [["snapshot"]]
     session.peer(0).ends = Lost(RuntimeError(), killed=True)
-    session.crew.collect()
-    assert not session.crew.live and session.crew.gone == {0}
+    session.supervisor.collect()
+    assert not session.supervisor.live and session.supervisor.gone == {0}
 
 
 def test_what_changes_is_said_once(session):
-    now, crew = [0.0], session.crew
-    crew.roster = Roster(5.0, {}, lambda: now[0])
+    now, supervisor = [0.0], session.supervisor
+    supervisor.membership = Membership(5.0, {}, lambda: now[0])
     for rank in range(4):
-        crew.roster.add(rank, int(rank == 1), False)
+        supervisor.membership.add(rank, int(rank == 1), False)
     for seconds, heard in ((0, 4), (6, 1), (1, 1), (0, 4), (6, 1)):
         now[0] += seconds
         for rank in range(heard):
-            crew.roster.beat(rank, int(rank == 1), NOWHERE, {"steps": 1})
-        crew.look()
-    away = [f"peer {k} is silent; the others go on without it" for k in (1, 2, 3)]
+            supervisor.membership.beat(rank, int(rank == 1), NOWHERE, {"steps": 1})
+        supervisor.refresh()
+    away = [f"peer {k} is silent; the others continue without it" for k in (1, 2, 3)]
     back = [f"peer {k} is back" for k in (1, 2, 3)]
     assert session.said == ["peer 1 trains again, as 1.1", *away, *back, *away]
-    assert crew.looked[0]["member"] and not crew.looked[1]["member"] and crew.trains()
+    assert (
+        supervisor.status[0]["member"]
+        and not supervisor.status[1]["member"]
+        and supervisor.trains()
+    )
 
 
 def test_a_peer_is_replaced_as_often_as_the_config_says(session):
-    restarts = session.crew.config.peers.restarts
+    restarts = session.supervisor.config.peers.restarts
     for _ in range(restarts + 1):
-        assert 1 in session.crew.live
+        assert 1 in session.supervisor.live
         session.peer(1).ends = Lost(RuntimeError(), killed=True)
-        session.crew.collect()
-    assert 1 not in session.crew.live and session.crew.deaths[1] == restarts + 1
+        session.supervisor.collect()
+    assert 1 not in session.supervisor.live and session.supervisor.deaths[1] == restarts + 1
 
 
 @pytest.mark.parametrize(
@@ -193,13 +201,13 @@ def test_a_peer_is_replaced_as_often_as_the_config_says(session):
 )
 def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, session):
     """Who still joins when the others end, after 2 s, has not exceeded peers.stop_s, 60 s."""
-    crew = session.crew
-    actors = [one.actor for one in crew.live.values()]
-    crew.looked = {k: {"ready": ready, "member": False, "steps": 3} for k in crew.live}
-    crew.kill_the_rest(late)
+    supervisor = session.supervisor
+    actors = [one.actor for one in supervisor.live.values()]
+    supervisor.status = {k: {"ready": ready, "member": False, "steps": 3} for k in supervisor.live}
+    supervisor.kill_the_rest(late)
     assert len(session.said) == 4 and all(why in line for line in session.said)
     assert sum(name in session.said[0] for name in ("begun to train", "silent_s", "stop_s")) == 1
-    assert all(actor.killed for actor in actors) and crew.unsaved == 4 and not crew.live
+    assert all(actor.killed for actor in actors) and supervisor.unsaved == 4 and not supervisor.live
 
 
 def test_checkpoints_that_are_made_anew_are_forgotten(tmp_path):
@@ -219,8 +227,8 @@ class Reporting(Trainee):
 
     def train(self):
         rank = self.place.rank
-        report = {"steps": self.steps, "met": rank, "losses": (rank, 2 * rank), "lost": 1}
-        self.roster.call("beat", rank, self.place.generation, ("", 0), report)
+        report = {"steps": self.steps, "averaged": rank, "losses": (rank, 2 * rank), "lost": 1}
+        self.membership.call("beat", rank, self.place.generation, ("", 0), report)
         return super().train()
 
 
@@ -299,12 +307,12 @@ def test_an_interrupted_run_says_how_many_peers_have_not_saved(tmp_path):
     with driven(tmp_path, Stopped, stop_s=1e-3) as driver:
         with pytest.raises(Interrupted, match="all but 4 peers") as stopped:
             driver.run()
-        assert stopped.value.code == 130 and driver.crew.unsaved == 4
+        assert stopped.value.code == 130 and driver.peers.unsaved == 4
 
 
 def test_an_end_without_parameters_is_one_sentence(tmp_path):
     """Such as when the hosts of all peers end with the run."""
-    with driven(tmp_path, Ended) as driver, pytest.raises(TrainingFailed, match="gave its last"):
+    with driven(tmp_path, Ended) as driver, pytest.raises(TrainingFailed, match="sent its last"):
         driver.run()
 
 
@@ -315,11 +323,11 @@ def test_a_run_ends_with_the_mean_of_the_last_models(tmp_path):
     *_, row = load_run(tmp_path).rows
     records = [noise_task.Normal(8, SIZE)[k] for k in range(8)]
     assert row["eval/loss"] == pytest.approx(1.5 * np.sum(records) / 8, rel=1e-5)
-    assert row["train/loss"] == 0.5 and row["peers/met"] == 6 and row["step"] == 8
+    assert row["train/loss"] == 0.5 and row["peers/averaged"] == 6 and row["step"] == 8
     assert summary["final"]["eval/loss"] == row["eval/loss"] == summary["best_eval_loss"]
-    counts = {"met": 6, "declined": 0, "not_understood": 0, "lost": 4}
+    counts = {"averaged": 6, "declined": 0, "undecoded": 0, "lost": 4}
     ranks = dict.fromkeys(range(4), 8)
-    assert summary["peers"] == {"ranks": ranks, "died": 0, "meetings": counts}
+    assert summary["peers"] == {"ranks": ranks, "died": 0, "averages": counts}
     assert (summary["steps"], summary["bytes_sent_per_step"]) == (8, 2 * 4 * SIZE / 2)
     assert peer_run.saved_steps(tmp_path) == [8]
     manifest = json.loads((tmp_path / "peers.json").read_text())

@@ -16,34 +16,34 @@ from test_peers_law import (
 
 from decent_jax.ground import connections
 from decent_jax.peers import events
-from decent_jax.peers.driver import Whole
+from decent_jax.peers.driver import Aggregate
+from decent_jax.peers.exchange import BROKEN, Asker
+from decent_jax.peers.membership import Membership, MembershipClient, Reporter, state_to_join
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.roster import Reporter, Roster, RosterLink, state_to_join
-from decent_jax.peers.rule import Joined
+from decent_jax.peers.protocol import JoinState
 from decent_jax.peers.step_boundary import NotJoined
-from decent_jax.peers.talk import BROKEN, Asker
 
 NOWHERE, SECRET = ("127.0.0.1", 9), b"secret"
 
 
 class Near:
-    """The way to a roster that is in this process."""
+    """The way to a membership that is in this process."""
 
-    def __init__(self, roster):
-        self.roster = roster
+    def __init__(self, membership):
+        self.membership = membership
 
     def call(self, method, *args):
-        return getattr(self.roster, method)(*args)
+        return getattr(self.membership, method)(*args)
 
 
-def reporter_of(peer, roster, clock=lambda: 0.0, **peers):
-    """The reports of a peer, which go to the object ``roster``."""
+def reporter_of(peer, membership, clock=lambda: 0.0, **peers):
+    """The reports of a peer, which go to the object ``membership``."""
     own = peer.place.config["peers"] | peers
     place = peer.place._replace(config=peer.place.config | {"peers": own})
-    asker = Asker(peer.meetings, b"", own)
+    asker = Asker(peer.averager, b"", own)
     peer.boundary.ready = True
     leave = lambda how: setattr(peer.boundary, "leaving", how)  # noqa: E731
-    given = place, NOWHERE, Near(roster), peer.boundary, peer.pulse, asker, leave
+    given = place, NOWHERE, Near(membership), peer.boundary, peer.common, asker, leave
     return Reporter(*given, clock=clock)
 
 
@@ -57,28 +57,28 @@ def test_a_report_does_not_wait_for_the_device(in_process):
 
 def test_a_row_has_what_peers_reported_and_the_mean_loss_since_the_row_before(in_process):
     """As in any other run; a peer that made no step since then does not count."""
-    whole = Whole(ConfigDict(in_process.place.config), in_process.experiment)
+    aggregate = Aggregate(ConfigDict(in_process.place.config), in_process.experiment)
 
     def row(*losses):
         peers = [
-            {"rank": k, "generation": 0, "alive": True, "met": 0, "losses": found}
+            {"rank": k, "generation": 0, "alive": True, "averaged": 0, "losses": found}
             for k, found in enumerate(losses)
         ]
-        found = whole.row(peers, 1, 1, 1.0)
+        found = aggregate.row(peers, 1, 1, 1.0)
         return tuple(found[f"train/{name}"] for name in ("loss", "loss_min", "loss_max"))
 
     assert row((6.0, 3), (4.0, 1), (0.0, 0)) == (10 / 4, 2.0, 4.0)
     assert row((10.0, 5), (4.0, 1), (1.0, 1)) == (5 / 3, 1.0, 2.0)
     reports = [
-        {"alive": True, "met": 3, "lost": 2, "distance": 0.3, "stale": 2, "steps": 5},
-        {"alive": False, "met": 4, "distance": 0.9, "stale": 7, "steps": 6},
-        {"alive": True, "met": 1, "declined": 1, "distance": 0.5, "steps": 7},
+        {"alive": True, "averaged": 3, "lost": 2, "distance": 0.3, "stale": 2, "steps": 5},
+        {"alive": False, "averaged": 4, "distance": 0.9, "stale": 7, "steps": 6},
+        {"alive": True, "averaged": 1, "declined": 1, "distance": 0.5, "steps": 7},
         {"alive": True, "steps": 8},  # it has not reported yet
     ]
     reports = [
         {"rank": k, "generation": k, "losses": (0, 0)} | one for k, one in enumerate(reports)
     ]
-    found = whole.row(reports, 12, 4, 2.0)
+    found = aggregate.row(reports, 12, 4, 2.0)
     assert all(np.isnan(found.pop(f"train/loss{name}")) for name in ("", "_min", "_max"))
     own = [("steps", 5, 7), ("generation", 0, 2), ("stale", 2, 0)]
     assert found == pytest.approx(
@@ -87,8 +87,8 @@ def test_a_row_has_what_peers_reported_and_the_mean_loss_since_the_row_before(in
             # Two random peers of n are apart by 2 n / (n - 1) of the mean square from the mean.
             "train/consensus_distance_relative": np.sqrt((0.3**2 + 0.5**2) / 2 / 4),
             **{"perf/step_time_s": 0.5, "perf/examples_per_s": 16.0, "peers/live": 2.0},
-            **{"peers/met": 4.0, "peers/declined": 1.0, "peers/lost": 2.0},
-            **{"peers/not_understood": 0.0},
+            **{"peers/averaged": 4.0, "peers/declined": 1.0, "peers/lost": 2.0},
+            **{"peers/undecoded": 0.0},
             **{f"peers/0/{name}": value for name, value, _ in own},
             **{f"peers/2/{name}": value for name, _, value in own},
         }
@@ -116,12 +116,12 @@ def test_a_resume_holds_no_log_in_memory(in_process):
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])
 def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process):
-    """Its parameters are those of the seed or an old checkpoint; a resumed run would meet them."""
+    """Its parameters are initial or outdated; a resumed run would average with them."""
     peer = in_process
     peer.boundary.join = lambda: pytest.fail("it must end first")
     assert not peer.boundary.over(0)
     peer.boundary.leaving = leaving
-    peer.pulse.heard(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
+    peer.common.update(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
     with pytest.raises(NotJoined):
         peer.boundary.over(0)
 
@@ -139,78 +139,78 @@ def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(told, in_process):
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_the_only_peer_leaves_at_once(others, in_process):
-    """With others it would meet one of them before, or wait 2 peers.meet_s."""
-    roster = Roster(5.0, {})
+    """With others it would first average with one of them, or wait 2 peers.exchange_s."""
+    membership = Membership(5.0, {})
     for rank in range(1 + others):
-        roster.add(rank, 0, False)
-        roster.beat(rank, 0, NOWHERE, {"steps": 3})
-    assert reporter_of(in_process, roster).beat()
+        membership.add(rank, 0, False)
+        membership.beat(rank, 0, NOWHERE, {"steps": 3})
+    assert reporter_of(in_process, membership).beat()
     in_process.boundary.leaving = "leave"
     assert in_process.boundary.over(8) is not bool(others)
 
 
-def state_for(peer, roster, **more):
+def state_for(peer, membership, **more):
     """The state of a peer in rank 1 that joins; nobody gives it one unless ``ask`` does."""
     own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
     place = peer.place._replace(rank=1, config=peer.place.config | {"peers": own})
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
-    return state_to_join(place, Near(roster), b"", **given)
+    return state_to_join(place, Near(membership), b"", **given)
 
 
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
     """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
-    roster, waits = Roster(5.0, {}), []
-    roster.add(0, 0, False)
-    roster.add(1, 0, True)
+    membership, waits = Membership(5.0, {}), []
+    membership.add(0, 0, False)
+    membership.add(1, 0, True)
 
     def wait(seconds):
         waits.append(seconds)
         if len(waits) == 3:
-            roster.beat(0, 0, NOWHERE, {"steps": 7})
+            membership.beat(0, 0, NOWHERE, {"steps": 7})
 
     def ask(address, secret, seconds):
         assert address == NOWHERE
-        return Joined("0.0", 7, [])
+        return JoinState("0.0", 7, [])
 
-    joined = state_for(in_process, roster, wait=wait, ask=ask)
+    joined = state_for(in_process, membership, wait=wait, ask=ask)
     assert joined is not None and joined.donor == "0.0" and len(waits) == 3
 
 
 def test_peers_that_all_join_begin_with_what_they_have(in_process):
     """Of two that were killed at once, each would wait for the other."""
-    roster = Roster(5.0, {})
-    roster.add(0, 1, True)
-    roster.add(1, 0, True)
-    assert state_for(in_process, roster) is None
+    membership = Membership(5.0, {})
+    membership.add(0, 1, True)
+    membership.add(1, 0, True)
+    assert state_for(in_process, membership) is None
 
 
 def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
-    roster, now = Roster(5.0, {}), [0.0]
-    roster.add(0, 0, False)
+    membership, now = Membership(5.0, {}), [0.0]
+    membership.add(0, 0, False)
 
     def wait(seconds):
         now[0] += 10.0
 
-    assert state_for(in_process, roster, clock=lambda: now[0], wait=wait) is None
+    assert state_for(in_process, membership, clock=lambda: now[0], wait=wait) is None
     assert now[0] == 30.0
     with pytest.raises(NotJoined):
-        state_for(in_process, roster, leaving=lambda: "stop")
+        state_for(in_process, membership, leaving=lambda: "stop")
 
 
 def test_who_gives_no_state_is_passed_over(in_process):
-    roster = Roster(5.0, {})
+    membership = Membership(5.0, {})
     for rank in (0, 2):
-        roster.add(rank, 0, False)
-        roster.beat(rank, 0, ("127.0.0.1", rank), {"steps": 7})
+        membership.add(rank, 0, False)
+        membership.beat(rank, 0, ("127.0.0.1", rank), {"steps": 7})
     asked = []
 
     def ask(address, secret, seconds):
         asked.append(address)
         if len(asked) == 1:
             raise EOFError
-        return Joined("2.0", 7, [])
+        return JoinState("2.0", 7, [])
 
-    joined = state_for(in_process, roster, ask=ask)
+    joined = state_for(in_process, membership, ask=ask)
     assert joined is not None and len(set(asked)) == 2
 
 
@@ -228,7 +228,7 @@ BOTH = [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
 
 class Answers:
-    """A roster that gives these answers to reports, or raises them."""
+    """A membership that gives these answers to reports, or raises them."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -240,25 +240,25 @@ class Answers:
         return answer
 
 
-def test_a_roster_that_is_out_of_reach_for_a_while_is_asked_again(in_process):
+def test_an_unreachable_membership_is_asked_again(in_process):
     """The thread that reports must not end without a word: the peer would never know the end."""
     reporter = reporter_of(in_process, Answers((0, BOTH), TimeoutError(), (8, BOTH)))
     assert reporter.beat() and reporter.beat() and reporter.beat()
-    assert in_process.pulse.progress() == 8 // len(PACES)
+    assert in_process.common.progress() == 8 // len(PACES)
 
 
-def test_a_roster_is_asked_over_a_connection_that_may_break():
-    roster, served = Roster(5.0, {1: 4}), []
-    roster.add(0, 0, False)
-    roster.add(1, 0, True)
+def test_the_connection_to_the_membership_may_break():
+    membership, served = Membership(5.0, {1: 4}), []
+    membership.add(0, 0, False)
+    membership.add(1, 0, True)
 
     def serve(connection):
         served.append(connection)
-        roster.serve(connection)
+        membership.serve(connection)
 
     listener, address = connections.listen("127.0.0.1", SECRET, serve)
     with listener:
-        link = RosterLink(address, SECRET, 30.0)
+        link = MembershipClient(address, SECRET, 30.0)
         for steps in (3, 5):
             found = link.call("beat", 0, 0, NOWHERE, {"steps": steps})
             assert found == [steps + 4, [["0.0", list(NOWHERE)]]]
@@ -268,10 +268,10 @@ def test_a_roster_is_asked_over_a_connection_that_may_break():
         with pytest.raises(BROKEN):
             link.call("members")
         assert link.call("members") == [["0.0", list(NOWHERE)]]
-        roster.remove(0)
+        membership.remove(0)
         assert link.call("members") == [] and not link.call("is_hopeful")
     with pytest.raises(BROKEN):
-        RosterLink(NOWHERE, SECRET, 1.0).call("members")
+        MembershipClient(NOWHERE, SECRET, 1.0).call("members")
 
 
 def test_a_peer_whose_rank_another_one_has_stops(in_process):
@@ -280,21 +280,21 @@ def test_a_peer_whose_rank_another_one_has_stops(in_process):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps", "own", "met", "goes_on"),
+    ("seconds", "steps", "own", "averages", "goes_on"),
     [
         (6, 16, 0, 0, False),  # stopped
         (4, 16, 0, 0, True),  # not for long
         (6, 4, 0, 0, True),  # nor did it miss much
         (6, 16, 12, 3, True),  # train.py was silent, this peer was not
-        (6, 16, 1, 1, False),  # stopped right after a meeting
+        (6, 16, 1, 1, False),  # suspended right after an average
         (6, 16, 12, 0, False),  # trained on alone
     ],
 )
 def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
-    seconds, steps, own, met, goes_on, in_process
+    seconds, steps, own, averages, goes_on, in_process
 ):
-    """What it knows is old, unless it kept up: its next meeting would draw the others back."""
-    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
+    """What it knows is old, unless it kept up: its next average would pull the others back."""
+    in_process.averager.publish([np.zeros(3, np.float32)], 0)
     now = [0.0]
     made = 100, 100 + steps  # the first were known before, however long this peer took to begin
     answers = Answers(*((t * len(PACES), BOTH) for t in made))
@@ -302,30 +302,32 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
     now[0] += 60
     assert reporter.beat()
     now[0] += seconds
-    in_process.pulse.own += own
-    in_process.meetings.counts["met"] += met
+    in_process.common.own += own
+    in_process.averager.counts["averaged"] += averages
     assert reporter.beat() is goes_on
-    assert (in_process.meetings.copy is not None) is goes_on  # the mean is without its old model
-    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
-    assert in_process.meetings.agree("1.0-0") is goes_on
+    assert (
+        in_process.averager.snapshot is not None
+    ) is goes_on  # the mean is without its old model
+    in_process.averager.publish([np.zeros(3, np.float32)], 0)
+    assert in_process.averager.agree("1.0-0") is goes_on
     if not goes_on:
         with pytest.raises(NotJoined):
             in_process.boundary.over(8)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_meetings_before_a_network_broke_do_not_count(when, in_process):
-    """A peer that met between its last answer and the break may have met nobody since."""
+def test_averages_before_a_network_broke_do_not_count(when, in_process):
+    """An average between the last answer and the break says nothing about the time since."""
     now = [0.0]
     late = 16 * len(PACES), BOTH
     answers = Answers((0, BOTH), TimeoutError(), TimeoutError(), late)
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     assert reporter.beat()
-    in_process.meetings.counts["met"] += when == "before"
+    in_process.averager.counts["averaged"] += when == "before"
     assert reporter.beat()
-    in_process.meetings.counts["met"] += when == "meanwhile"
+    in_process.averager.counts["averaged"] += when == "meanwhile"
     assert reporter.beat()
-    in_process.pulse.own += 12
+    in_process.common.own += 12
     now[0] += 6
     assert reporter.beat() is (when == "meanwhile")
 

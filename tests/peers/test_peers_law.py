@@ -1,4 +1,4 @@
-"""What peers do to the mean, from their logs: real steps and meetings, no Ray.
+"""What peers do to the mean, from their logs: real steps and averages, no Ray.
 
 The peers are those of a run, `StepBoundary` and all, but stepped and connected by a loop of this
 file, in a random order, with messages that take a random time.
@@ -18,9 +18,9 @@ from decent_jax import tasks, train
 from decent_jax.data import loader
 from decent_jax.peers import replay
 from decent_jax.peers.__main__ import main
-from decent_jax.peers.peer_run import Place, Stream, open_peer
-from decent_jax.peers.rule import Format, Meetings
-from decent_jax.peers.step_boundary import Pulse, StepBoundary, number, on_host
+from decent_jax.peers.peer_run import CommonProgress, Place, Stream, open_peer
+from decent_jax.peers.protocol import Averager, Format
+from decent_jax.peers.step_boundary import StepBoundary, number, on_host
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import init
 
@@ -34,12 +34,12 @@ class InProcess:
     def __init__(self, place, experiment, steps, clock=time.monotonic):
         n = place.config["num_replicas"]
         self.place, self.experiment = place, experiment
-        self.meetings = Meetings(place.name, Format(place.config["peers"]["codec"]), 1e9)
-        self.pulse = Pulse(n, steps)
+        self.averager = Averager(place.name, Format(place.config["peers"]["codec"]), 1e9)
+        self.common = CommonProgress(n, steps)
         self.jobs = queue.SimpleQueue()
         self.asks, self.now = 0, 0.0
         self.boundary = StepBoundary(
-            *(experiment, place, self.pulse, self.meetings, self.jobs, lambda: self.ask(), None),
+            *(experiment, place, self.common, self.averager, self.jobs, lambda: self.ask(), None),
             clock=clock,
         )
         self.state, self.t = init(experiment), self.boundary.begin(0)
@@ -73,8 +73,8 @@ class InProcess:
         self.t += 1
 
 
-def meeting(asker, answerer):
-    """The messages of a meeting, one after the other; returns whether it came about.
+def exchange(asker, answerer):
+    """The messages of an average, one after the other; returns whether it was accepted.
 
     None where one of the two is busy.
     """
@@ -82,18 +82,18 @@ def meeting(asker, answerer):
     if asked is None:
         return None
     yield
-    if not answerer.agree(asked[0].meeting):
-        asker.give_up(asked[0].meeting, "declined")
+    if not answerer.agree(asked[0].name):
+        asker.give_up(asked[0].name, "declined")
         return None
     yield
     offer, message = asked
     reply = answerer.answer(offer, message())
     yield
-    understood = asker.hear(*reply)
+    decoded = asker.receive(*reply)
     yield
-    accepted = answerer.settle(asked[0].meeting, understood)
+    accepted = answerer.settle(asked[0].name, decoded)
     yield
-    asker.close(asked[0].meeting, accepted)
+    asker.close(asked[0].name, accepted)
     return accepted
 
 
@@ -128,7 +128,7 @@ def train_in_process(workdir, form, steps, algorithm="swarm"):
         under_way, training = [], list(peers)
         while training:
             for peer in peers:
-                peer.pulse.heard(sum(one.t for one in peers), peer.t)
+                peer.common.update(sum(one.t for one in peers), peer.t)
             k = random.choice(len(peers), p=np.array(PACES) / sum(PACES))
             peer = peers[k]
             if peer in training:
@@ -141,9 +141,9 @@ def train_in_process(workdir, form, steps, algorithm="swarm"):
                 if not one.jobs.empty() and random.random() < 0.7:
                     one.jobs.get()()
                 for _ in range(one.asks):
-                    others = [other.meetings for other in peers if other is not one]
+                    others = [other.averager for other in peers if other is not one]
                     other = others[random.integers(len(others))]
-                    under_way.append(meeting(one.meetings, other))
+                    under_way.append(exchange(one.averager, other))
                 one.asks = 0
             for one in list(under_way):
                 if random.random() < 0.8 and next(one, one) is one:
@@ -160,7 +160,7 @@ def noise(monkeypatch, compile_once):
     monkeypatch.setitem(tasks.TASKS, "noise", noise_task)
 
 
-def meetings_of(workdir, form, count):
+def averages_of(workdir, form, count):
     """[[(name, own copy, share of the difference)]] of each peer, by its log.
 
     After a replay, which must be identical.
@@ -174,18 +174,18 @@ def meetings_of(workdir, form, count):
 
     found = replay.replay(workdir, observe=observe)
     assert len(found) == count and all(one.survived and not one.differs for one in found)
-    met_by, form = [], Format(form)
+    averages, form = [], Format(form)
     for log in replay.read_logs(workdir):
-        met_by.append([])
-        for met in (met for t in sorted(log.met) for met in log.met[t]):
-            uses = (log.name, met["mine"]), (met["with"], met["theirs"])
+        averages.append([])
+        for line in (line for t in sorted(log.averages) for line in log.averages[t]):
+            uses = (log.name, line["mine"]), (line["with"], line["theirs"])
             mine, theirs = (
                 replay.sent_of(form, *use, copies[use], side)
-                for use, side in zip(uses, met["sides"], strict=True)
+                for use, side in zip(uses, line["sides"], strict=True)
             )
             part = (theirs[0] - mine[0]) * np.float32(0.5)
-            met_by[-1].append((met["met"], copies[uses[0]][0], part))
-    return met_by
+            averages[-1].append((line["average"], copies[uses[0]][0], part))
+    return averages
 
 
 class Loss:
@@ -232,7 +232,7 @@ def make_step_of(peer):
     loss = Loss(peer.t)
 
     def compiled(state, *_):
-        assert peer.boundary.ready  # others may meet it while it makes its first step
+        assert peer.boundary.ready  # others may ask it during its first step
         return state, {"loss": loss}
 
     peer.boundary.step(compiled, peer.state, None, peer.t)
@@ -279,7 +279,7 @@ def test_streams_together_read_every_record_once_an_epoch():
 
 @pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
 def test_a_peer_rests_after_an_answer_but_not_after_silence(seconds, rests, in_process):
-    """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
+    """A request times out after peers.exchange_s, 10 s; a rest after it would only add to that."""
 
     def ask():
         in_process.now += seconds
@@ -300,26 +300,26 @@ def test_a_peer_begins_a_step_when_its_device_has_made_the_one_before(in_process
 @pytest.mark.parametrize("form", ["float32", "lattice16"])
 def test_the_log_has_every_change_and_keeps_the_mean(form, tmp_path):
     peers = train_in_process(tmp_path, form, 80)
-    met_by = meetings_of(tmp_path, form, len(peers))
-    halves = {}
-    for name, _, half in (met for group in met_by for met in group):
-        halves.setdefault(name, []).append(half)
-    assert len(halves) > 20 and all(len(both) == 2 for both in halves.values())
-    assert all((a == -b).all() for a, b in halves.values())
-    added = np.array([np.sum([half for *_, half in group], axis=0) for group in met_by])
-    for peer, half in zip(peers, added, strict=True):
-        rest = peer.params() - peer.first - peer.moved - half
+    averages = averages_of(tmp_path, form, len(peers))
+    pull_of = {}
+    for name, _, pull in (average for group in averages for average in group):
+        pull_of.setdefault(name, []).append(pull)
+    assert len(pull_of) > 20 and all(len(both) == 2 for both in pull_of.values())
+    assert all((a == -b).all() for a, b in pull_of.values())
+    added = np.array([np.sum([pull for *_, pull in group], axis=0) for group in averages])
+    for peer, pull in zip(peers, added, strict=True):
+        rest = peer.params() - peer.first - peer.moved - pull
         assert np.abs(rest).max() < 1e-5  # a hundred sums in float32
     mean = np.mean([peer.params() - peer.first - peer.moved for peer in peers], axis=0)
     assert np.abs(mean).max() < 2e-6 and np.abs(added).max() > 1e-2
 
 
 def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
-    """Such as one in which a half of the last meeting was never added."""
+    """Such as one in which the pull of the last average was never added."""
     train_in_process(tmp_path, "float32", 20)
     path = tmp_path / "peers" / "0" / "events-0.jsonl"
     lines = path.read_text().splitlines()
-    lines.remove([line for line in lines if '"met"' in line][-1])
+    lines.remove([line for line in lines if '"average"' in line][-1])
     path.write_text("\n".join(lines) + "\n")
     assert main(["replay", "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().out
@@ -329,8 +329,8 @@ def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
 def test_the_log_has_every_outer_step(tmp_path):
     """No step of a peer makes one, and its replay is identical, with the state that is not sent."""
     peers = train_in_process(tmp_path, "lattice16", 40, "noloco")
-    met_by = meetings_of(tmp_path, "lattice16", len(peers))
-    for peer, group in zip(peers, met_by, strict=True):
+    averages = averages_of(tmp_path, "lattice16", len(peers))
+    for peer, group in zip(peers, averages, strict=True):
         assert len(group) > 2
         theta, m, pulled = peer.first, 0.0, 0.0
         for _, copy, part in group:

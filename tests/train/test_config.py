@@ -120,7 +120,7 @@ algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance 
 algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
 trainer=peers algorithm=d2 schedule=bidirectional_ring | algorithm | d2
-trainer=peers algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
+trainer=peers algorithm=swarm optimizer.name=sgd peers.exchange_s=50 | peers.stop_s | 60
 trainer=peers algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
 trainer=peers algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
 trainer=peers algorithm=swarm optimizer.name=sgd codec=int8 | codec | int8

@@ -23,8 +23,8 @@ from decent_jax.ground.errors import DataError, Interrupted
 from decent_jax.ground.format import format_bytes
 from decent_jax.models import decoders, gpt2
 from decent_jax.peers.peer_run import Place, open_peer
-from decent_jax.peers.rule import Format, Meetings
-from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
+from decent_jax.peers.protocol import Averager, Format
+from decent_jax.peers.step_boundary import CommonProgress, PeerRunner, StepBoundary, number
 from decent_jax.train import ConfigError, TrainingFailed, loop, synchronous
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
@@ -143,10 +143,10 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     config = tiny.waves(algorithm="swarm", trainer="peers", steps=3, log={"every": 5})
     config.optimizer.name = "sgd"
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4, all_steps=others)
-    meetings = Meetings(place.name, Format("float32"), 1.0)
+    averager = Averager(place.name, Format("float32"), 1.0)
     with open_peer(place) as (experiment, work):
         jobs = queue.SimpleQueue()
-        given = place, Pulse(4, 3), meetings, jobs, lambda: None, None
+        given = place, CommonProgress(4, 3), averager, jobs, lambda: None, None
         boundary = StepBoundary(experiment, *given)
         ended = loop.train(PeerRunner(experiment, work, boundary), work)
     assert ended == {"steps": steps[-1], "how": "end"}

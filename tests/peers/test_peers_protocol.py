@@ -1,4 +1,4 @@
-"""The rule by which peers meet: against the exact simulation, in every format, and what fails."""
+"""Pairwise averages: against the exact simulation, in every format, and with failures."""
 
 import jax
 import jax.numpy as jnp
@@ -7,23 +7,23 @@ import optax
 import oracles_seldom
 import pytest
 from interactions import interactions, swarm
-from test_peers_law import meeting
+from test_peers_law import exchange
 
 from decent_jax import optim, topology
 from decent_jax.peers import FORMATS
-from decent_jax.peers.rule import Format, Meetings, sent_of
+from decent_jax.peers.protocol import Averager, Format, sent_of
 
 D = 37
 
 
 def answer(answerer, offer, message):
     """The reply to a message that takes no time, or None: "not now"."""
-    return answerer.answer(offer, message()) if answerer.agree(offer.meeting) else None
+    return answerer.answer(offer, message()) if answerer.agree(offer.name) else None
 
 
-def meet(asker, answerer):
-    """A whole meeting; whether it came about."""
-    messages = meeting(asker, answerer)
+def average(asker, answerer):
+    """A whole average; whether it was accepted."""
+    messages = exchange(asker, answerer)
     while True:
         try:
             next(messages)
@@ -32,30 +32,30 @@ def meet(asker, answerer):
 
 
 def peers(x, form, clock=lambda: 0.0):
-    group = [Meetings(f"{k}.0", Format(form), 5.0, clock) for k in range(len(x))]
+    group = [Averager(f"{k}.0", Format(form), 5.0, clock) for k in range(len(x))]
     for one, row in zip(group, x, strict=True):
         one.publish([row.copy()], 0)
     return group
 
 
-def add(x, k, meetings):
+def add(x, k, averager):
     """The step boundary of peer k."""
-    for met in meetings.take():
-        x[k] += met.half[0]
-    meetings.publish([x[k].copy()], 0)
+    for average in averager.take():
+        x[k] += average.pull[0]
+    averager.publish([x[k].copy()], 0)
 
 
 def outer(x0, **numbers):
-    """The same by the meetings of `optim.noloco` with these numbers."""
+    """The same with the pairwise update of `optim.noloco` with these numbers."""
     method = optim.METHODS["noloco"]
-    meet = jax.jit(method.meeting(method.numbers | numbers))
+    pairwise = jax.jit(method.pairwise(method.numbers | numbers))
     tx = optim.noloco(optax.identity(), topology.make("random_matching", 1), **numbers)
     own = [tx.init(jnp.asarray(row)).own for row in x0]
 
-    def boundary(x, k, meetings):
-        for met in meetings.take():
-            x[k], own[k] = meet(x[k], own[k], met.mine.arrays[0], met.half[0])
-        meetings.publish([x[k].copy()], 0)
+    def boundary(x, k, averager):
+        for average in averager.take():
+            x[k], own[k] = pairwise(x[k], own[k], average.mine.arrays[0], average.pull[0])
+        averager.publish([x[k].copy()], 0)
 
     return boundary
 
@@ -68,7 +68,7 @@ def replayed(form, sequence, x0, noise, add=add):
     for number, (i, j, *_) in enumerate(sequence):
         x[i] -= noise[number, 0]
         x[j] -= noise[number, 1]
-        came_about += bool(meet(group[i], group[j]))
+        came_about += bool(average(group[i], group[j]))
         for k in (i, j):
             if not group[k].idle():
                 add(x, k, group[k])
@@ -145,25 +145,25 @@ def test_every_format_keeps_the_mean_and_its_peers_together(form):
 
 def test_a_message_that_one_side_does_not_understand_moves_neither():
     one, other = peers(np.array([np.zeros(D), np.full(D, 50.0)]), "lattice8")
-    assert meet(one, other) is False
+    assert average(one, other) is False
     assert one.take() == other.take() == [] and one.idle() and other.idle()
-    assert one.counts["not_understood"] == other.counts["not_understood"] == 1
+    assert one.counts["undecoded"] == other.counts["undecoded"] == 1
     tries = 0
-    while not meet(one, other):
+    while not average(one, other):
         tries += 1
     assert tries < 15 and one.take() and other.take()
 
 
 def test_numbers_that_are_not_finite_do_not_spread():
     one, other = peers(np.array([np.full(D, np.nan), np.zeros(D)]), "float32")
-    assert meet(one, other) is False and meet(other, one) is False
+    assert average(one, other) is False and average(other, one) is False
     assert one.take() == other.take() == []
 
 
 def test_the_distance_is_that_of_the_two_copies():
     x = np.random.default_rng(0).normal(size=(2, D))
     one, other = peers(x, "float32")
-    assert meet(one, other)
+    assert average(one, other)
     apart = np.linalg.norm(x[1] - x[0])
     assert one.distance == pytest.approx(apart / np.linalg.norm(x[0]))
     assert other.distance == pytest.approx(apart / np.linalg.norm(x[1]))
@@ -177,7 +177,7 @@ def test_one_meeting_at_a_time():
     assert answer(one, *third.ask()) is None  # "not now"
     reply = answer(other, offer, message)
     assert other.ask() is None
-    one.close(offer.meeting, other.settle(offer.meeting, one.hear(*reply)))
+    one.close(offer.name, other.settle(offer.name, one.receive(*reply)))
     assert one.ask() is None and other.ask() is None  # until the step boundary
     one.take()
     assert one.ask() is None  # until it has published again
@@ -189,13 +189,13 @@ def test_an_asker_that_comes_too_late_averages_no_more_than_its_partner():
     now = [0.0]
     one, other = peers(np.array([np.zeros(D), np.ones(D)]), "float32", lambda: now[0])
     offer, message = one.ask()
-    understood = one.hear(*answer(other, offer, message))
+    decoded = one.receive(*answer(other, offer, message))
     now[0] = 6.0  # past the patience of 5 s
     assert other.idle() and other.counts["lost"] == 1
-    assert other.settle(offer.meeting, understood) is False
-    one.close(offer.meeting, False)
+    assert other.settle(offer.name, decoded) is False
+    one.close(offer.name, False)
     assert one.take() == other.take() == []
-    assert one.counts["lost"] == 1 and not one.counts["not_understood"]
+    assert one.counts["lost"] == 1 and not one.counts["undecoded"]
 
 
 def test_a_question_that_cannot_be_encoded_leaves_no_meeting_under_way():
@@ -211,7 +211,7 @@ def test_who_ends_finishes_what_is_under_way_and_begins_nothing():
     offer, message = one.ask()
     one.closed = True
     assert not one.idle()
-    one.close(offer.meeting, other.settle(offer.meeting, one.hear(*answer(other, offer, message))))
+    one.close(offer.name, other.settle(offer.name, one.receive(*answer(other, offer, message))))
     assert not one.idle() and one.take() and one.idle()
     one.publish([np.zeros(D)], 0)
     assert one.ask() is None and answer(one, *peers(np.zeros((1, D)), "float32")[0].ask()) is None

@@ -1,4 +1,4 @@
-"""What peers say to each other over real connections: meetings, states, and what goes wrong."""
+"""Exchanges over real connections: averages, states, and failures."""
 
 import contextlib
 import queue
@@ -9,30 +9,30 @@ import pytest
 
 from decent_jax.ground import connections
 from decent_jax.peers import FORMATS
-from decent_jax.peers.rule import Format, Joined, Meetings
-from decent_jax.peers.talk import Answerer, Asker, ask_state
+from decent_jax.peers.exchange import Answerer, Asker, ask_state
+from decent_jax.peers.protocol import Averager, Format, JoinState
 
 SECRET = b"0123456789abcdef"
-CONFIG = {"meet_s": 30.0, "silent_s": 5.0}
+CONFIG = {"exchange_s": 30.0, "silent_s": 5.0}
 
 
 class Talker:
-    """A peer that meets and does not train; its copy is published before every question."""
+    """A peer that averages and does not train; it publishes before every request."""
 
     def __init__(self, name, form="float32", **config):
         self.config = CONFIG | config
         self.now, self.willing, self.state = 0.0, True, None
-        self.meetings = Meetings(name, Format(form), self.config["meet_s"])
+        self.averager = Averager(name, Format(form), self.config["exchange_s"])
         seed = int(name[0])
         # Copies close enough for the first lattice, and of several shapes.
         self.copy = [
             (0.1 + 1e-4 * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
             for shape in ((3, 5), (7,), ())
         ]
-        self.meetings.publish(self.copy, 0)
-        self.asker = Asker(self.meetings, SECRET, self.config, clock=lambda: self.now)
+        self.averager.publish(self.copy, 0)
+        self.asker = Asker(self.averager, SECRET, self.config, clock=lambda: self.now)
         self.answerer = Answerer(
-            self.meetings, self.config["meet_s"], lambda: self.willing, lambda: self.state
+            self.averager, self.config["exchange_s"], lambda: self.willing, lambda: self.state
         )
 
     def listen(self, serve=None):
@@ -55,50 +55,52 @@ def talkers():
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_both_add_opposite_halves(form, talkers):
+def test_both_add_opposite_pulls(form, talkers):
     one, other = talkers(form)
     tries = 0
-    while not one.meetings.counts["met"] and tries < 15:  # a lattice widens until it is understood
+    while (
+        not one.averager.counts["averaged"] and tries < 15
+    ):  # a lattice widens until it is decoded
         one.asker.ask()
         tries += 1
-    (mine,), (theirs,) = one.meetings.take(), taken(other)
+    (mine,), (theirs,) = one.averager.take(), taken(other)
     assert mine.theirs.peer == "1.0" and theirs.theirs.peer == "0.0"
-    for a, b, ours, partner in zip(mine.half, theirs.half, one.copy, other.copy, strict=True):
+    for a, b, ours, partner in zip(mine.pull, theirs.pull, one.copy, other.copy, strict=True):
         np.testing.assert_array_equal(a, -b)
         assert a.dtype == np.float32
         np.testing.assert_allclose(a, (partner - ours) / 2, atol=2e-3)
-    assert mine.theirs.meeting == theirs.theirs.meeting
+    assert mine.theirs.name == theirs.theirs.name
 
 
 def taken(talker):
     """What the answerer adds; its thread settles before the asker has the answer."""
-    found = talker.meetings.take()
-    assert found, talker.meetings.counts
+    found = talker.averager.take()
+    assert found, talker.averager.counts
     return found
 
 
-def test_one_connection_serves_many_meetings(talkers):
+def test_one_connection_serves_many_averages(talkers):
     one, other = talkers()
     for k in range(5):
         one.asker.ask()
-        assert one.meetings.take() and taken(other)
+        assert one.averager.take() and taken(other)
         for talker in (one, other):
-            talker.meetings.publish(talker.copy, k)
-    assert one.meetings.counts["met"] == 5 and one.meetings.counts["lost"] == 0
+            talker.averager.publish(talker.copy, k)
+    assert one.averager.counts["averaged"] == 5 and one.averager.counts["lost"] == 0
 
 
-def test_who_is_busy_or_stops_declines_and_no_copy_travels(talkers):
+def test_a_busy_or_stopping_peer_declines_and_no_snapshot_is_sent(talkers):
     one, other = talkers()
     other.willing = False
     one.asker.ask()
-    assert one.meetings.counts["declined"] == 1 and one.meetings.idle()
+    assert one.averager.counts["declined"] == 1 and one.averager.idle()
     other.willing = True
-    assert other.meetings.ask()
+    assert other.averager.ask()
     one.asker.ask()
-    assert one.meetings.counts["declined"] == 2 and one.meetings.counts["lost"] == 0
+    assert one.averager.counts["declined"] == 2 and one.averager.counts["lost"] == 0
 
 
-def test_a_copy_is_encoded_for_who_wants_it(talkers, monkeypatch):
+def test_a_snapshot_is_encoded_only_after_the_partner_agrees(talkers, monkeypatch):
     """It takes seconds for a large model; most questions of a peer that asks often are declined."""
     encoded, encode = [], Format.encode
     monkeypatch.setattr(
@@ -107,10 +109,10 @@ def test_a_copy_is_encoded_for_who_wants_it(talkers, monkeypatch):
     one, other = talkers("int8")
     other.willing = False
     one.asker.ask()
-    assert one.meetings.counts["declined"] == 1 and not encoded
+    assert one.averager.counts["declined"] == 1 and not encoded
     other.willing = True
     one.asker.ask()
-    assert one.meetings.take() and taken(other) and len(encoded) == 2
+    assert one.averager.take() and taken(other) and len(encoded) == 2
 
 
 def test_nobody_there_is_avoided_for_a_while(talkers):
@@ -118,10 +120,10 @@ def test_nobody_there_is_avoided_for_a_while(talkers):
     one.asker.members = [("0.0", ("127.0.0.1", 9)), ("2.0", ("127.0.0.1", 9))]
     one.asker.ask()
     one.asker.ask()  # nobody is left to ask
-    assert one.meetings.counts["lost"] == 1 and one.meetings.idle()
+    assert one.averager.counts["lost"] == 1 and one.averager.idle()
     one.now += 6.0  # past peers.silent_s
     one.asker.ask()
-    assert one.meetings.counts["lost"] == 2
+    assert one.averager.counts["lost"] == 2
 
 
 def broken(*answers):
@@ -147,26 +149,26 @@ def broken(*answers):
     ],
 )
 def test_a_question_that_fails_leaves_no_meeting_under_way(serve, error, talkers, capsys):
-    """An asker waits without a limit of its own, so it would never meet anybody again."""
+    """An asker waits without a limit of its own, so it would never average again."""
     one, _ = talkers(serve=serve)
     with pytest.raises(error) if error else contextlib.nullcontext():
         one.asker.ask()
-    assert one.meetings.idle() and one.meetings.counts["lost"] == 1
-    assert "peer 1.0 gives no answer" in capsys.readouterr().out
+    assert one.averager.idle() and one.averager.counts["lost"] == 1
+    assert "peer 1.0 does not answer" in capsys.readouterr().out
 
 
 def test_a_partner_that_is_silent_is_given_up(talkers):
-    """It hangs in the middle of a meeting, as a process that is stopped does."""
+    """It hangs in the middle of an average, as a suspended process does."""
     done = threading.Event()
 
     def serve(connection):
         connections.receive(connection)
         done.wait(30)
 
-    one, _ = talkers(serve=serve, meet_s=0.2)
+    one, _ = talkers(serve=serve, exchange_s=0.2)
     one.asker.ask()
     done.set()
-    assert one.meetings.idle() and one.meetings.counts["lost"] == 1
+    assert one.averager.idle() and one.averager.counts["lost"] == 1
 
 
 def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers, capsys):
@@ -197,25 +199,25 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers, c
 
     one, other = talkers(serve=serve)
     one.asker.ask()
-    settled.get(timeout=30)  # the partner has added its half
-    assert "peer 1.0 gives no answer" in capsys.readouterr().out
-    assert not one.meetings.idle() and not one.meetings.take()
-    assert one.meetings.ask(), "it meets others meanwhile"
-    one.meetings.give_up("0.0-1", "lost")
+    settled.get(timeout=30)  # the partner has added its pull
+    assert "peer 1.0 does not answer" in capsys.readouterr().out
+    assert not one.averager.idle() and not one.averager.take()
+    assert one.averager.ask(), "it averages with others meanwhile"
+    one.averager.give_up("0.0-1", "lost")
     one.asker.members = []
     one.asker.ask()
-    assert not one.meetings.take()
+    assert not one.averager.take()
     go_on.set()
-    while not (met := one.meetings.take()):
+    while not (averages := one.averager.take()):
         one.asker.ask()  # asks nobody, but looks whether there is an answer
-    np.testing.assert_array_equal(met[0].half[0], -taken(other)[0].half[0])
+    np.testing.assert_array_equal(averages[0].pull[0], -taken(other)[0].pull[0])
 
 
 def test_a_state_is_given_to_who_joins(talkers):
     one, other = talkers()
     address = dict(one.asker.members)["1.0"]
     assert ask_state(address, SECRET, 30.0) is None  # it does not train yet
-    other.state = Joined("1.0", 7, other.copy)
+    other.state = JoinState("1.0", 7, other.copy)
     found = ask_state(address, SECRET, 30.0)
     assert found is not None and found[:2] == ("1.0", 7)
     for a, b in zip(found.arrays, other.copy, strict=True):

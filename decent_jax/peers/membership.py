@@ -1,7 +1,7 @@
-"""The roster: who is alive, how far each peer is, and how far all are together.
+"""Membership: which peers are alive, and the progress of each and of all together.
 
-It is an object of the process of `train.py`, which peers ask over a connection; without that
-process there are no peers either.
+It lives in the process of `train.py`; peers call it over a connection. Without that process there
+are no peers either.
 """
 
 import dataclasses
@@ -16,32 +16,32 @@ from typing import Any
 from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
-from decent_jax.peers import talk
-from decent_jax.peers.peer_run import Place
-from decent_jax.peers.rule import Joined
-from decent_jax.peers.step_boundary import NotJoined, Pulse, StepBoundary
-from decent_jax.peers.talk import BROKEN, Asker, Members
+from decent_jax.peers import exchange
+from decent_jax.peers.exchange import BROKEN, Asker, Members
+from decent_jax.peers.peer_run import CommonProgress, Place
+from decent_jax.peers.protocol import JoinState
+from decent_jax.peers.step_boundary import NotJoined, StepBoundary
 
 
 @dataclasses.dataclass
 class _Entry:
-    """A rank and the peer that has it, or had it last."""
+    """A rank, and the peer that has it or had it last."""
 
     generation: int
-    steps: int  # made in this rank, by all of its peers
+    steps: int  # of this rank, over all generations
     alive: bool = False
-    joins: bool = False  # it waits for the state of another peer
-    address: Address = ("", 0)  # at which others ask it
-    heard: float | None = None  # when it reported last; None: it does not train yet
+    joins: bool = False  # waits for the state of another peer
+    address: Address = ("", 0)  # where it listens
+    heard: float | None = None  # time of its last report; None: it does not train yet
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Roster:
-    """Who is alive and how far; from any thread, and none of its methods waits.
+class Membership:
+    """Which peers are alive, and their progress; thread-safe, and none of its methods waits.
 
     Args:
-      silent_s: seconds without a report after which nobody meets a peer.
-      known: {rank: steps made in it} before this session.
+      silent_s: seconds without a report after which a peer counts as silent.
+      known: {rank: steps} before this session.
       clock: seconds.
     """
 
@@ -54,10 +54,10 @@ class Roster:
         self._silent_s, self._clock = silent_s, clock
         self._ranks = {rank: _Entry(-1, steps) for rank, steps in known.items()}
 
-    # --- Asked by peers ---------------------------------------------------------------------------
+    # --- Called by peers --------------------------------------------------------------------------
 
     def serve(self, connection: Connection) -> None:
-        """Answer a peer, in a thread of its own, until it hangs up; see `RosterLink`."""
+        """Answer a peer, in one thread per peer, until it disconnects; see `MembershipClient`."""
         methods = {"beat": self.beat, "members": self.members, "is_hopeful": self.is_hopeful}
         while True:
             (method, *args), _ = connections.receive(connection)
@@ -66,7 +66,7 @@ class Roster:
     def beat(
         self, rank: int, generation: int, address: Address, report: dict[str, Any]
     ) -> tuple[int, Members] | None:
-        """A peer's report: the steps of all ranks, and `members`; None: it is removed."""
+        """Take a peer's report; the steps of all ranks and `members`, or None: it was removed."""
         entry = self._ranks[rank]
         if not entry.alive or entry.generation != generation:
             return None
@@ -84,23 +84,24 @@ class Roster:
         ]
 
     def is_hopeful(self) -> bool:
-        """Whether a peer that joins may yet find one that trains: not all of them wait for it."""
+        """Whether a peer that joins may still find one that trains: not all peers are joining."""
         return any(entry.alive and not entry.joins for entry in self._ranks.values())
 
-    # --- Asked by `train.py` ----------------------------------------------------------------------
+    # --- Called by `train.py` ---------------------------------------------------------------------
 
     def add(self, rank: int, generation: int, joins: bool) -> None:
         """A peer takes the rank."""
         steps = self._ranks[rank].steps if rank in self._ranks else 0
         new = _Entry(generation, steps, alive=True, joins=joins)
-        self._ranks = {**self._ranks, rank: new}  # a new dict: other threads iterate over the old
+        # A new dict: other threads may iterate over the old one.
+        self._ranks = {**self._ranks, rank: new}
 
     def remove(self, rank: int) -> None:
         """The peer that has the rank has died, left or ended."""
         self._ranks[rank].alive = False
 
-    def look(self) -> dict[int, dict[str, Any]]:
-        """{rank: report}, with the generation and whether it is alive, trains, is not silent."""
+    def status(self) -> dict[int, dict[str, Any]]:
+        """{rank: report} with generation, steps, alive, ready (trains) and member (not silent)."""
         return {
             rank: {
                 **entry.report,
@@ -119,11 +120,11 @@ class Roster:
         return entry.alive and self._clock() - heard <= self._silent_s
 
 
-class RosterLink:
-    """The way from a peer to the roster; a connection that breaks is made anew by the next call.
+class MembershipClient:
+    """A peer's connection to the `Membership`; the next call replaces a broken one.
 
     Args:
-      address: at which the roster is served.
+      address: where the membership listens.
       secret: of the run.
       seconds: that an answer may take.
     """
@@ -133,7 +134,7 @@ class RosterLink:
         self._connection: Connection | None = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """What the method of the `Roster` returns; one of `talk.BROKEN` where no answer comes."""
+        """The result of a method of `Membership`; without an answer, one of `exchange.BROKEN`."""
         if self._connection is None:
             self._connection = connections.connect(self._address, self._secret, self._seconds)
         try:
@@ -147,16 +148,16 @@ class RosterLink:
 
 
 class Reporter:
-    """Reports to the roster, and learns of all peers' progress and of who is alive.
+    """Reports to the membership, and receives the common progress and the list of members.
 
     Args:
       place: which peer reports.
-      address: at which others ask it.
-      roster: the way to the roster.
+      address: where this peer listens.
+      membership: connection to it.
       boundary: of the peer's run.
-      pulse: of the peer's run; gets the common progress.
-      asker: of the peer; gets the members.
-      leave: called with "stop" or "lag" where this peer has to end.
+      common: progress of the run; updated here.
+      asker: of the peer; its members are updated here.
+      leave: called with "stop" or "lag" if this peer has to end.
       clock: seconds.
 
     Attributes:
@@ -167,125 +168,126 @@ class Reporter:
         self,
         place: Place,
         address: Address,
-        roster: RosterLink,
+        membership: MembershipClient,
         boundary: StepBoundary,
-        pulse: Pulse,
+        common: CommonProgress,
         asker: Asker,
         leave: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._place, self._address, self._roster = place, address, roster
+        self._place, self._address, self._membership = place, address, membership
         self._peers = place.config["peers"]
-        self._boundary, self._pulse, self._asker = boundary, pulse, asker
+        self._boundary, self._common, self._asker = boundary, common, asker
         self._leave, self._clock = leave, clock
-        # At the last answer: common progress, own steps, and the time.
-        self._reached, self._own, self._heard = 0, 0, math.inf
-        # Meetings at the last answer, or when the first report after it failed.
-        self._met, self._answered = 0, True
+        # At the last answer: common progress, steps of this peer, and the time.
+        self._reached, self._steps, self._heard = 0, 0, math.inf
+        # Averages at the last answer, or when the first report after it failed.
+        self._averages, self._answered = 0, True
         self.stopped = threading.Event()
 
     def run(self) -> None:
-        """Report again and again, until there is nobody to report to."""
+        """Report periodically, until this peer has to end."""
         while not self.stopped.wait(self._peers["beat_s"]):
             if self._boundary.ready and not self.beat():
                 return
 
     def report(self) -> dict[str, Any]:
-        """What the roster keeps of this peer."""
-        boundary, meetings = self._boundary, self._boundary.meetings
+        """This peer's entry in the membership."""
+        boundary, averager = self._boundary, self._boundary.averager
         return {
-            "steps": self._pulse.own,
-            **meetings.counts,
+            "steps": self._common.own,
+            **averager.counts,
             "losses": boundary.losses,
             "stale": boundary.stale,
-            "distance": meetings.distance,
+            "distance": averager.distance,
         }
 
     def beat(self) -> bool:
-        """Report once; whether to go on."""
+        """Report once; whether to continue."""
         report = self.report()
-        own = self._place.rank, self._place.generation, self._address, report
+        identity = self._place.rank, self._place.generation, self._address
         try:
-            answer = self._roster.call("beat", *own)
-        except BROKEN:  # a network may come back
+            answer = self._membership.call("beat", *identity, report)
+        except BROKEN:  # the network may recover
             if self._answered:
-                self._met, self._answered = report["met"], False
+                self._averages, self._answered = report["averaged"], False
             return True
         if answer is None:
-            say("another peer has this rank now")
+            say("this rank belongs to another generation now")
             self._leave("stop")
             return False
-        all_steps, members = answer
-        self._asker.members = members
-        self._boundary.alone = len(members) < 2
-        self._pulse.heard(all_steps, report["steps"])
+        all_steps, self._asker.members = answer
+        self._boundary.alone = len(self._asker.members) < 2
+        self._common.update(all_steps, report["steps"])
         return self._is_recent()
 
     def _is_recent(self) -> bool:
-        """Whether this peer has kept up; one that has not must not draw the others back.
+        """Whether this peer has kept up; an outdated one must not pull the others back.
 
-        `train.py` may have been silent for a while, in which this peer trained and met others; one
-        that was stopped made no steps, and one that was cut off met nobody.
+        If only `train.py` was silent, this peer made steps and averaged with others meanwhile. A
+        suspended peer made no steps, and a disconnected one averaged with nobody.
         """
-        peers, progress, now = self._peers, self._pulse.progress(), self._clock()
+        peers, progress, now = self._peers, self._common.progress(), self._clock()
         silent, lag = now - self._heard > peers["silent_s"], progress - self._reached
-        own, met = self._pulse.own, self._boundary.meetings.counts["met"]
-        kept_up = 2 * (own - self._own) >= lag and met > self._met
+        steps, averages = self._common.own, self._boundary.averager.counts["averaged"]
+        kept_up = 2 * (steps - self._steps) >= lag and averages > self._averages
         is_recent = not silent or lag <= peers["max_lag"] or kept_up
-        self._reached, self._own, self._heard = progress, own, now
-        self._met, self._answered = met, True
+        self._reached, self._steps, self._heard = progress, steps, now
+        self._averages, self._answered = averages, True
         if is_recent:
             return True
         say(
-            f"the others made {lag} steps of progress while this peer was silent "
-            f"(peers.max_lag is {peers['max_lag']}): another one takes its place"
+            f"the other peers made {lag} steps of progress while this one was silent "
+            f"(peers.max_lag is {peers['max_lag']}): a new peer replaces it"
         )
-        self._boundary.meetings.closed = True
-        self._boundary.meetings.withdraw()
+        self._boundary.averager.closed = True
+        self._boundary.averager.withdraw()
         self._leave("lag")
         return False
 
 
 def state_to_join(
     place: Place,
-    roster: RosterLink,
+    membership: MembershipClient,
     secret: bytes,
     leaving: Callable[[], str | None] = lambda: None,
-    ask: Callable[[Address, bytes, float], Joined | None] = talk.ask_state,
+    ask: Callable[[Address, bytes, float], JoinState | None] = exchange.ask_state,
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
-) -> Joined | None:
-    """The state of a random peer; waits for one that trains, unless all others wait, too.
+) -> JoinState | None:
+    """The state of a random peer; waits for one that trains, unless all others are joining, too.
 
     Args:
       place: which peer joins.
-      roster: the way to the roster.
+      membership: connection to it.
       secret: that peers of this run know.
       leaving: how this peer has to end, or None.
-      ask: asks the peer at an address for its state, see `decent_jax.peers.talk.ask_state`.
+      ask: requests the state of the peer at an address, see `decent_jax.peers.exchange.ask_state`.
       clock: seconds.
       wait: for so many seconds.
 
     Raises:
-      NotJoined: this peer has to end before.
+      NotJoined: this peer has to end first.
     """
     peers, began = place.config["peers"], clock()
     while True:
-        members = [m for m in roster.call("members") if m[0].partition(".")[0] != str(place.rank)]
+        members = [
+            m for m in membership.call("members") if m[0].partition(".")[0] != str(place.rank)
+        ]
         random.shuffle(members)
         for name, address in members:
             asked = clock()
             try:
                 joined = ask(address, secret, peers["join_s"])
             except BROKEN as error:
-                say(f"peer {name} gives no copy ({type(error).__name__})")
+                say(f"peer {name} sends no state ({type(error).__name__})")
                 continue
             if joined is not None:
-                words = f"joins with a copy of peer {joined.donor} at step {joined.t}"
+                words = f"joins with the state of peer {joined.donor} at step {joined.t}"
                 say(f"{words} ({clock() - asked:.1f} s)")
                 return joined
-        if not roster.call("is_hopeful") or clock() >= began + peers["start_s"]:
-            say("nobody gives a copy: begins with its own parameters")
+        if not membership.call("is_hopeful") or clock() >= began + peers["start_s"]:
+            say("no peer sends its state: starts with its own parameters")
             return None
         if leaving() is not None:
             raise NotJoined

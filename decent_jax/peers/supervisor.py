@@ -1,4 +1,4 @@
-"""The peers of a session: who is started, watched, replaced, told to leave, and ended."""
+"""Supervision of the peers of a session: start, watch, replace, resize and end them."""
 
 import contextlib
 import secrets
@@ -14,42 +14,42 @@ from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import is_whole, read_json
 from decent_jax.peers import events, peer_run
+from decent_jax.peers.membership import Membership
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.peer_run import FOLDER, Place
-from decent_jax.peers.roster import Roster
 
 _LOOK_S = 0.2
-_THREADS = 8  # of a peer: it trains, reports, gives its copy
+_THREADS = 8  # of a peer: it trains, reports, sends its parameters
 _NOBODY = {"generation": -1, "steps": 0, "alive": False, "ready": False, "member": False}
 
 
 class _Live(NamedTuple):
-    """A peer that was started."""
+    """A running peer."""
 
     actor: Actor
     training: Call  # of `Peer.train`
 
 
-class Crew:
-    """Who trains, and what becomes of them.
+class Supervisor:
+    """Starts, watches and replaces the peers of a session.
 
     Args:
       config: of the run.
       folder: of the run.
-      steps: of the run; nobody is replaced after them.
-      before: manifest of the sessions before this one.
-      say: shows a line to the user.
-      actors: starts them.
+      steps: of the run; after them no peer is replaced.
+      before: manifest of the earlier sessions.
+      say: prints a line for the user.
+      actors: starts the peers.
 
     Attributes:
-      roster: what the peers report.
-      secret: with which they ask each other and the roster.
-      live: {rank: peer} of those that run.
-      ended: peers at the end of the run, which give their last parameters.
-      gone: ranks whose peers died or left, and were not replaced.
-      deaths: number of them in each rank.
-      unsaved: peers that were killed because they did not end.
-      looked: {rank: what is known of it}, see `Roster.look`.
+      membership: to which the peers report.
+      secret: authenticates peers to each other and to the membership.
+      live: {rank: peer} of running peers.
+      ended: peers that have finished and still serve their last parameters.
+      gone: ranks whose peers died or left and were not replaced.
+      deaths: number of deaths per rank.
+      unsaved: number of peers that were killed because they did not end.
+      status: {rank: its latest status}, see `Membership.status`.
     """
 
     def __init__(
@@ -70,38 +70,38 @@ class Crew:
         self.gone: set[int] = set()
         self.deaths: Counter[int] = Counter()
         self.unsaved = 0
-        self._leaving: set[int] = set()  # ranks whose peers `resize` has told to leave
+        self._leaving: set[int] = set()  # ranks that `resize` has asked to leave
         self._said: set[str] = set()
         self._reached = 0
-        self.roster = Roster(config.peers.silent_s, peer_run.known_steps(folder, before))
-        self.looked = self.roster.look()
+        self.membership = Membership(config.peers.silent_s, peer_run.known_steps(folder, before))
+        self.status = self.membership.status()
         self.start = min(self.step(), steps)
 
     # --- Starts and ends --------------------------------------------------------------------------
 
     def begin(self, address: Address) -> None:
-        """Start the peers of the session: those that go on from their checkpoints, and new ones.
+        """Start the peers of the session: those that resume from their checkpoints, and new ones.
 
         Args:
-          address: at which they reach the roster.
+          address: of the membership.
         """
         self._address = address
         wanted = peer_run.count_of(self.config)
-        of_before = peer_run.resumed(self.folder, self._before)
-        ranks = sorted(of_before)[:wanted]
+        saved = peer_run.resumed(self.folder, self._before)
+        ranks = sorted(saved)[:wanted]
         for rank in ranks + peer_run.free_ranks(ranks, wanted - len(ranks)):
-            self._start(rank, copy=self.start > 0 and rank not in of_before)
+            self._start(rank, joins=self.start > 0 and rank not in saved)
 
-    def _start(self, rank: int, copy: bool) -> None:
-        """Start a peer in the rank; with ``copy`` it joins as a copy of a live one."""
+    def _start(self, rank: int, joins: bool) -> None:
+        """Start a peer; if it ``joins``, it takes the state of a live peer."""
         peers, before = self.config.peers, self.of(rank)
-        made = events.generations(self.folder / FOLDER / str(rank))
+        earlier = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
             self.config.to_dict(),
             str(self.folder),
             rank,
-            max([before["generation"], *made]) + 1,
-            before["steps"] if copy else None,
+            max([before["generation"], *earlier]) + 1,
+            before["steps"] if joins else None,
             self.streams,
             self.step() * self.config.num_replicas,
         )
@@ -113,47 +113,47 @@ class Crew:
             gpus=peers.gpus,
             threads=_THREADS,
         )
-        self.roster.add(rank, place.generation, copy)
+        self.membership.add(rank, place.generation, joins)
         self.live[rank] = _Live(actor, actor.call("train"))
         self.gone.discard(rank)
 
     def collect(self) -> None:
         """Wait a moment for peers that end, and replace those that died."""
-        calls = {rank: one.training for rank, one in self.live.items()}
+        calls = {rank: peer.training for rank, peer in self.live.items()}
         for rank in self._actors.ended(calls, _LOOK_S):
-            one = self.live.pop(rank)
-            self.roster.remove(rank)
+            peer = self.live.pop(rank)
+            self.membership.remove(rank)
             leaves = rank in self._leaving
             self._leaving.discard(rank)
             try:
-                result = one.training.result()
+                result = peer.training.result()
             except Unanswered as error:
-                one.actor.kill()  # it may have failed only to answer, and another comes
+                peer.actor.kill()  # it may still run, and will be replaced
                 self.deaths[rank] += 1
-                self._say(f"peer {rank} {error}; {len(self.live)} go on")
+                self._say(f"peer {rank} {error}; {len(self.live)} continue")
                 self._replace(rank, leaves or self.deaths[rank] > self.config.peers.restarts)
                 continue
             if result["how"] == "end":
-                self.ended.append(one.actor)
+                self.ended.append(peer.actor)
                 continue
-            one.actor.kill()
+            peer.actor.kill()
             if result["how"] == "lag":
-                self._say(f"peer {rank} has lagged too far behind; {len(self.live)} go on")
+                self._say(f"peer {rank} has lagged too far behind; {len(self.live)} continue")
                 self._replace(rank, leaves)
             elif result["how"] == "leave":
                 self.gone.add(rank)
                 steps = result["steps"]
-                self._say(f"peer {rank} has left after {steps} steps; {len(self.live)} go on")
+                self._say(f"peer {rank} has left after {steps} steps; {len(self.live)} continue")
 
     def _replace(self, rank: int, leaves: bool) -> None:
-        """Start another peer in the place of one that is gone, unless it should leave."""
+        """Replace a peer that is gone, unless its rank should leave."""
         self.gone.add(rank)
         if self.live and self.step() < self._steps and not leaves:
-            self._start(rank, copy=True)
-            self._say(f"peer {rank} starts again and joins with a copy of a live peer")
+            self._start(rank, joins=True)
+            self._say(f"peer {rank} restarts and joins with the state of a live peer")
 
     def resize(self) -> None:
-        """Follow ``decent-jax peers resize``."""
+        """Apply the last ``decent-jax peers resize``."""
         path = self.folder / FOLDER / peer_run.COUNT
         if not path.exists():
             return
@@ -161,89 +161,89 @@ class Crew:
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):
             wanted = read_json(path)["count"]
         if not is_whole(wanted, 1, peer_run.MOST):
-            self._say_once(str(path), f"{path} holds no number of peers; it is ignored")
+            self._say_once(str(path), f"{path} holds no number of peers and is ignored")
             return
         path.unlink()
         stay = sorted(self.live.keys() - self._leaving)
         for rank in peer_run.free_ranks(list(self.live), wanted - len(stay)):
-            self._say(f"peer {rank} starts and joins with a copy of a live peer")
-            self._start(rank, copy=True)
+            self._say(f"peer {rank} starts and joins with the state of a live peer")
+            self._start(rank, joins=True)
         for rank in stay[wanted:]:
             self._leaving.add(rank)
             self.live[rank].actor.call("leave", "leave")
 
     def stop(self) -> None:
-        """Let all peers save and end."""
-        for one in self.live.values():
-            one.actor.call("leave", "stop")
+        """Ask all peers to save and end."""
+        for peer in self.live.values():
+            peer.actor.call("leave", "stop")
 
     def kill_the_rest(self, late: bool) -> None:
-        """Kill the peers that still run: too ``late``, or there is nobody to join any more."""
+        """Kill all running peers: too ``late``, or no peer is left whose state they could take."""
         self.unsaved += len(self.live)
         peers = self.config.peers
-        for rank, one in self.live.items():
+        for rank, peer in self.live.items():
             why = "had not begun to train when the others ended"
             if late:
                 why = f"did not end within peers.stop_s ({peers.stop_s:g} s)"
             elif self.of(rank)["ready"]:
                 why = f"has been silent for peers.silent_s ({peers.silent_s:g} s)"
             self._say(f"peer {rank} {why} and is killed")
-            one.actor.kill()
+            peer.actor.kill()
         self.live.clear()
 
-    # --- What is known of all ---------------------------------------------------------------------
+    # --- Status -----------------------------------------------------------------------------------
 
-    def look(self) -> dict[int, dict[str, Any]]:
-        """What is known of all ranks now, which `looked` keeps; says what has changed."""
-        self.looked = self.roster.look()
-        for rank, one in self.looked.items():
-            self._say_changes(rank, one)
-        return self.looked
+    def refresh(self) -> dict[int, dict[str, Any]]:
+        """Update `status`, report changes, and return it."""
+        self.status = self.membership.status()
+        for rank, status in self.status.items():
+            self._say_changes(rank, status)
+        return self.status
 
-    def copies(self, actors: list[Actor]) -> list[Any]:
-        """The copies that these peers have published.
+    def snapshots(self, actors: list[Actor]) -> list[Any]:
+        """The latest snapshots of these peers.
 
-        No peer waits for this; a peer that gives none within ``peers.meet_s`` is left out.
+        No peer waits for this; a peer without an answer within ``peers.exchange_s`` is left out.
         """
-        seconds = self.config.peers.meet_s
+        seconds = self.config.peers.exchange_s
         calls = {k: actor.call("published") for k, actor in enumerate(actors)}
-        found = []
+        snapshots = []
         for k in self._actors.ended(calls, seconds, count=len(calls)):
             with contextlib.suppress(Unanswered):
-                found.append(calls[k].result(seconds))
-        return [copy for copy in found if copy is not None]
+                snapshots.append(calls[k].result(seconds))
+        return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def of(self, rank: int) -> dict[str, Any]:
-        """What is known of a rank, see `Roster.look`."""
-        return self.looked.get(rank, {"rank": rank, **_NOBODY})
+        """The status of a rank, see `Membership.status`."""
+        return self.status.get(rank, {"rank": rank, **_NOBODY})
 
     def step(self) -> int:
         """Common progress in steps of the run."""
-        steps = sum(one["steps"] for one in self.looked.values())
+        steps = sum(status["steps"] for status in self.status.values())
         self._reached = max(self._reached, steps // self.config.num_replicas)
         return self._reached
 
     def trains(self) -> bool:
-        """Whether somebody trains, as far as anybody knows."""
+        """Whether any peer trains, as far as the membership knows."""
         return any(self.of(rank)["member"] for rank in self.live)
 
-    def _say_changes(self, rank: int, one: dict[str, Any]) -> None:
+    def _say_changes(self, rank: int, status: dict[str, Any]) -> None:
         if rank not in self.live:
             return
-        name = f"peer {rank}.{one['generation']}"
-        if one["ready"] and not one["member"]:
+        name = f"peer {rank}.{status['generation']}"
+        if status["ready"] and not status["member"]:
             self._say_once(
-                f"{name} is silent", f"peer {rank} is silent; the others go on without it"
+                f"{name} is silent", f"peer {rank} is silent; the others continue without it"
             )
-        if one["member"] and one["generation"]:
+        if status["member"] and status["generation"]:
             self._say_once(
-                f"{name} trains", f"peer {rank} trains again, as {rank}.{one['generation']}"
+                f"{name} trains", f"peer {rank} trains again, as {rank}.{status['generation']}"
             )
-        if one["member"] and f"{name} is silent" in self._said:
+        if status["member"] and f"{name} is silent" in self._said:
             self._said.discard(f"{name} is silent")
             self._say(f"peer {rank} is back")
 
-    def _say_once(self, what: str, words: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _say_once(self, event: str, words: str) -> None:
+        if event not in self._said:
+            self._said.add(event)
             self._say(words)
