@@ -60,7 +60,7 @@ MOST_LINES = {
     "cluster": 1258,
     "planner": 2333,
     "actors": 190,
-    "peers": 1912,
+    "peers": 1913,
     "pipelines": 1083,
     "plan": 157,
     "plots": 694,
