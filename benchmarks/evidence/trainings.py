@@ -97,8 +97,12 @@ TWICE, FOUR_TIMES = 0.2, 0.4  # rates at which the main arms are trained in full
 
 
 def _shakespeare() -> Iterator[Piece]:
-    """The 1.88 of nanoGPT, its twelve sequences on 4 replicas, then on 12."""
-    yield from (piece(f"shakespeare:{arm}", seed) for seed in range(3) for arm in NANOGPT)
+    """The 1.88 of nanoGPT, its twelve sequences on 4 replicas, then on 12; and both rates."""
+    yield from (piece(f"shakespeare:{arm}", 0) for arm in NANOGPT)
+    published = {"learning_rate": 1e-3, "optimizer__b2": 0.99}
+    yield piece("shakespeare:gossiped_momentum", 0, "-published_rate", **published)
+    yield piece("shakespeare:all_reduce", 0, "-twice_the_rate", learning_rate=2e-3)
+    yield from (piece(f"shakespeare:{arm}", seed) for seed in (1, 2) for arm in NANOGPT)
     for seed in range(3):
         own = {"num_replicas": 12}
         yield from (piece(f"shakespeare:{arm}", seed, "-12_replicas", **own) for arm in NANOGPT)
