@@ -93,7 +93,7 @@ def gossip_step(schedule):
     def build(config, train_step, mesh):
         local_step = build_local_step(config, train_step, mesh)
 
-        def mixed(before, after, round):  # of one replica
+        def mixed(before, after, round):  # for one replica
             moved = jax.tree.map(lambda old, new: new - old, before, after)
             updates, _ = tx.update(moved, tx.init(before), before, round=round)
             return optim.apply_updates(before, updates)
