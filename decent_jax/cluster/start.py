@@ -31,12 +31,12 @@ FIELDS = {
     "cluster.coordinator": Changeable(
         "", '"host:port" of process 0; empty: detect SLURM, Open MPI, Kubernetes, TPUs'
     ),
-    "cluster.num_processes": Changeable(0, "processes of the run", at_least=0),
+    "cluster.num_processes": Changeable(0, "number of processes", at_least=0),
     "cluster.process_id": Changeable(-1, "number of this process, from 0", at_least=-1),
-    "cluster.plan": Changeable("", "file of the planner: order of devices, schedule, mix_every"),
-    "cluster.timeout_s": Changeable(300, "seconds to wait for all at the start", at_least=1),
+    "cluster.plan": Changeable("", "plan file: order of devices, schedule, mix_every"),
+    "cluster.timeout_s": Changeable(300, "seconds that start-up waits for all", at_least=1),
     "cluster.heartbeat_s": Changeable(30, "seconds until a silent process is lost", at_least=1),
-    "cluster.exchange_s": Changeable(600, "seconds until an exchange fails", at_least=1),
+    "cluster.exchange_s": Changeable(600, "timeout of a message, in seconds", at_least=1),
 }
 # The variable that identifies a launcher, and those that have the number of processes, if any. In
 # the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.

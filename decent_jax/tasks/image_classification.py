@@ -36,7 +36,7 @@ FIELDS = {
     "model.preset": Field("resnet50", "shape of the ResNet", choices=tuple(resnet.PRESETS)),
     "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
     "model.width": size_of_preset("channels of the first stage"),
-    "model.small_images": Field(False, "a stem for images of some 32 pixels; preset tiny has it"),
+    "model.small_images": Field(False, "stem for images of about 32 pixels; preset tiny has it"),
     "model.dtype": dtype_of_activations("of activations; parameters and statistics are float32"),
     "model.label_smoothing": Field(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
@@ -44,29 +44,29 @@ FIELDS = {
     # Batch-norm statistics belong to a replica. These are the consensus model's.
     "model.batch_norm_consensus": Field(
         "average",
-        "average: the mean of the replicas' statistics; recompute: of batch_norm_batches training "
-        "batches under the consensus model; mix: their mean, and every round mixes them like "
-        "parameters",
+        "average: the mean of the replicas' statistics; recompute: those of batch_norm_batches "
+        "training batches with the consensus model; mix: the mean, and every round mixes them "
+        "like parameters",
         choices=CONSENSUS,
     ),
     "model.batch_norm_batches": Field(16, "training batches that recompute reads", at_least=1),
     "data.path": Field(
         GENERATED,
         "folder with train/<class>/*.jpg, or made by TFDS or by `decent-jax prepare images`; "
-        '"generated": pictures drawn at the start',
+        '"generated": pictures generated at the start',
     ),
-    "data.image_size": Field(32, "pixels, sides of a training image", at_least=16, at_most=2**14),
-    "data.flip": Field(True, "mirror every other training image"),
-    "data.shift": Field(0, "pixels to move training images by", at_least=0, at_most=2**14),
-    # Of a folder.
+    "data.image_size": Field(32, "side of a training image, in pixels", at_least=16, at_most=2**14),
+    "data.flip": Field(True, "mirror half of the training images"),
+    "data.shift": Field(0, "largest random shift, in pixels", at_least=0, at_most=2**14),
+    # Folders.
     "data.crop": Field(
         "resized",
-        "training images: resized: a random part of 8% to 100% of the picture, resized; whole: the "
-        "largest centred square, for small pictures, together with data.shift",
+        "of training images; resized: a random 8% to 100% of the picture, resized; whole: the "
+        "largest centered square, for small pictures, together with data.shift",
         choices=CROPS,
     ),
     "data.eval_size": Field(
-        0, "pixels of a centre crop for evaluation; 0: image_size", at_least=0, at_most=2**14
+        0, "side of the center crop for evaluation; 0: image_size", at_least=0, at_most=2**14
     ),
     "data.eval_resize": Field(
         0,
@@ -74,9 +74,9 @@ FIELDS = {
         at_least=0,
         at_most=2**14,
     ),
-    # Of the generator.
-    "data.train_images": Field(20000, "generated for training", at_least=1),
-    "data.val_images": Field(2000, "generated for validation", at_least=1),
+    # Generated pictures.
+    "data.train_images": Field(20000, "number of generated training images", at_least=1),
+    "data.val_images": Field(2000, "number of generated validation images", at_least=1),
 }
 
 

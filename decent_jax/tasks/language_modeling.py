@@ -31,8 +31,8 @@ FIELDS = {
     "model.layers": size_of_preset("blocks"),
     "model.heads": size_of_preset("attention heads per block"),
     "model.width": size_of_preset("size of the residual stream", 2**20),
-    "model.kv_heads": size_of_preset("heads of keys and values of a Llama"),
-    "model.hidden": size_of_preset("size inside the MLP of a Llama", 2**20),
+    "model.kv_heads": size_of_preset("key-value heads of a Llama"),
+    "model.hidden": size_of_preset("width of a Llama's MLP", 2**20),
     "model.rope_theta": Field(
         0.0, "base of the rotary frequencies of a Llama; 0: the preset's", at_least=0
     ),
@@ -46,11 +46,9 @@ FIELDS = {
         at_least=0,
         at_most=2**24,
     ),
-    "model.tied": Field(True, "False: the output layer has its own table; True: as the preset"),
+    "model.tied": Field(True, "True: tie the output layer to the embeddings if the preset does"),
     "model.bias": Field(True, "biases in linear layers and LayerNorms of a GPT-2"),
-    "model.dropout": Field(
-        0.0, "share of activations of a GPT-2 set to zero in training", at_least=0, below=1
-    ),
+    "model.dropout": Field(0.0, "dropout rate of a GPT-2", at_least=0, below=1),
     "model.dtype": dtype_of_activations("of activations; parameters are float32"),
     "model.remat": Field(False, "recompute blocks in the backward pass: less memory"),
     "model.attention": Field(
@@ -58,23 +56,23 @@ FIELDS = {
     ),
     "model.init_std": Field(
         0.02,
-        "standard deviation of the initial weights; narrow models want about width ** -0.5",
+        "standard deviation of the initial weights; about width ** -0.5 for narrow models",
         above=0,
     ),
     "model.init_from": Field(
-        "", "published weights, a .safetensors file, or the .index.json beside several"
+        "", "published weights: a .safetensors file, or the .index.json of a sharded one"
     ),
     "data.path": Field(
         "",
         "folder made by `decent-jax prepare text`, with train.bin, val.bin and "
-        'manifest.json; "stdlib": Python\'s own library',
+        'manifest.json; "stdlib": Python\'s standard library',
     ),
     "data.shifted": Field(
-        False, "training sequences begin at any token; False: at multiples of model.context"
+        False, "training sequences start at any token; False: at multiples of model.context"
     ),
     "data.prompt": Field(
         "",
-        "text that the sample at the end continues; empty: it begins a document",
+        "prompt of the sample at the end; empty: the start of a document",
         may_change=True,
     ),
 }
@@ -100,7 +98,7 @@ def validate(config: ConfigDict) -> None:
 
 
 def _check_text(name: str, text: str) -> None:
-    """ConfigError for an argument that the shell gave in another encoding than UTF-8."""
+    """ConfigError for an argument that the shell passed in an encoding other than UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -31,16 +31,14 @@ _SHOWN = 5  # translations at the end
 # ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
 FIELDS = {
     "model.preset": Field("base", "shape of the Transformer", choices=tuple(transformer.PRESETS)),
-    "model.layers": size_of_preset("layers of the encoder, and as many of the decoder"),
+    "model.layers": size_of_preset("layers of the encoder and of the decoder, each"),
     "model.heads": size_of_preset("attention heads per layer"),
     "model.width": size_of_preset("size of the residual stream", 2**20),
     "model.ff": size_of_preset("size of the feed-forward layers", 2**20),
     "model.norm": Field(
         "post", "post: as published; pre: needs no warm-up to train deep", choices=("post", "pre")
     ),
-    "model.dropout": Field(
-        0.1, "share of activations set to zero in training", at_least=0, below=1
-    ),
+    "model.dropout": Field(0.1, "dropout rate", at_least=0, below=1),
     "model.dtype": dtype_of_activations("of activations; parameters are float32"),
     "model.remat": Field(False, "recompute layers in the backward pass: less memory"),
     "model.attention": Field(
@@ -54,14 +52,14 @@ FIELDS = {
         'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",
     ),
-    "data.shapes": Field(16, "most shapes of batches; each compiles once per round", at_least=1),
+    "data.shapes": Field(16, "most batch shapes; each compiles once per round", at_least=1),
     "data.bleu_sentences": Field(
         200,
         "validation sentences translated at every evaluation; 0: none",
         at_least=0,
         may_change=True,
     ),
-    "data.beam": Field(4, "their beam width", at_least=1, at_most=2**10, may_change=True),
+    "data.beam": Field(4, "beam width", at_least=1, at_most=2**10, may_change=True),
 }
 
 

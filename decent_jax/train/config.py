@@ -25,70 +25,70 @@ from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm, trackers
 
-AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
-ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
+AUTO = "auto"  # `decent_jax.train.experiment` chooses the schedule once the hosts are known
+ONE_HOST = "one_peer_exp"  # its choice within one host, and the placeholder until then
 
 # Each entry point of this group of the package's metadata trains configs: a room or a package with
 # FIELDS, check, run and dry_run. `decent_jax.train.synchronous` is one of them, without FIELDS.
 TRAINERS = {point.name: point for point in entry_points(group="decent_jax.trainers")}
 SYNCHRONOUS = "synchronous"
 
-# The fields that train/ declares. Other rooms declare theirs (cluster, peers, pipeline), so do a
-# task (model and data) and a method (the section with its numbers); see `fields_of`.
+# The fields that train/ declares. Other rooms (cluster, peers, pipelines), tasks (model and data)
+# and methods (the section with their numbers) declare their own; see `fields_of`.
 FIELDS = {
-    "task": Field("language_modeling", "what is trained: a module of decent_jax.tasks"),
-    "seed": Field(0, "of parameters, dropout and the order of data", at_least=0, at_most=2**63 - 1),
+    "task": Field("language_modeling", "the task: a module of decent_jax.tasks"),
+    "seed": Field(0, "of initialization, dropout, data order", at_least=0, at_most=2**63 - 1),
     "trainer": Field(
         SYNCHRONOUS,
-        "one program; peers: no common step; pipelines: replicas in stages",
+        "synchronous: one program; peers: no common step; pipelines: replicas cut into stages",
         choices=tuple(TRAINERS),
     ),
     # --- Communication ---
-    "num_replicas": Changeable(8, "models, each with its own parameters", at_least=1),
-    "algorithm": Field("accum_adam", "how replicas train and communicate; see docs/algorithms.md"),
+    "num_replicas": Changeable(8, "number of models with their own parameters", at_least=1),
+    "algorithm": Field("accum_adam", "training and communication; see docs/algorithms.md"),
     "schedule": Changeable(
         "one_peer_exp",
-        "who averages with whom, see docs/topologies.md; auto: what suits the hosts; all_reduce "
+        "communication graph, see docs/topologies.md; auto: chosen for the hosts; all_reduce "
         "ignores it",
     ),
     "combine": Field(
         "",
-        "awc: mix while computing (adapt with combine); atc: mix the result (adapt, then combine)",
+        "awc: mix the old parameters (adapt with combine); atc: the new ones (adapt then combine)",
         choices=("awc", "atc", ""),
     ),
-    "mix_every": Field(1, "steps from one round to the next", at_least=1),
-    "codec": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
+    "mix_every": Field(1, "steps per round", at_least=1),
+    "codec": Field("float32", "message format", choices=tuple(codecs.NAMED)),
     "replicas_per_node": Changeable(
-        1, "replicas per node, for schedules that know nodes", at_least=1
+        1, "replicas per node, for schedules that use nodes", at_least=1
     ),
     "gamma_lr_exponent": Field(
-        0.0, "gamma is multiplied by (learning rate / peak) to this power", at_least=0
+        0.0, "multiplies gamma by (learning rate / peak) to this power", at_least=0
     ),
-    "same_init": Field(True, "all replicas start alike; False: each draws its own"),
+    "same_init": Field(True, "all replicas start equal; False: each draws its own parameters"),
     "max_consensus_distance": Changeable(
-        0.0, "relative distance beyond which all replicas are averaged once; 0: never", at_least=0
+        0.0, "relative distance above which all replicas are averaged once; 0: never", at_least=0
     ),
-    # --- How long, how much ---
+    # --- Length and batch ---
     "steps": Changeable(1000, "updates of each replica", at_least=0),
-    "epochs": Changeable(0.0, "passes over the data, in place of steps when above 0", at_least=0),
-    "batch_size": Field(64, "examples per step of all replicas; translation: tokens", at_least=1),
-    "micro_batches": Field(1, "parts of a replica's batch, one after the other", at_least=1),
+    "epochs": Changeable(0.0, "passes over the data; above 0, it replaces steps", at_least=0),
+    "batch_size": Field(64, "examples per step over all replicas; translation: tokens", at_least=1),
+    "micro_batches": Field(1, "sequential parts of a replica's batch", at_least=1),
     "max_failing_steps": Changeable(
-        20, "steps in a row without a finite update on any replica that end the run", at_least=1
+        20, "consecutive steps without a finite update on any replica that end the run", at_least=1
     ),
     # --- Optimizer, the same on every replica ---
-    "learning_rate": Field(1e-3, "peak of the learning rate", at_least=0),
+    "learning_rate": Field(1e-3, "peak learning rate", at_least=0),
     "lr_schedule.name": Field(
-        "cosine", "its shape", choices=("cosine", "inverse_sqrt", "step", "constant")
+        "cosine", "shape of the decay", choices=("cosine", "inverse_sqrt", "step", "constant")
     ),
     "lr_schedule.warmup": Field("10%", "length of the linear warm-up", duration=True),
     "lr_schedule.end_factor": Field(0.1, "cosine ends at this multiple of the peak", at_least=0),
-    "lr_schedule.drops": Field("30%, 60%, 90%", "where step multiplies the rate by drop_factor"),
-    "lr_schedule.drop_factor": Field(0.1, "factor of each of the drops", at_least=0),
+    "lr_schedule.drops": Field("30%, 60%, 90%", "with name step: when the learning rate drops"),
+    "lr_schedule.drop_factor": Field(0.1, "factor at each drop", at_least=0),
     "optimizer.name": Field(
         "",
-        "adam, accum_adam, sgd or muon; empty: the algorithm's; or any of optax or your own by its "
-        "dotted name, with arguments: optax.contrib.muon(beta=0.9)",
+        "adam, accum_adam, sgd or muon; empty: the algorithm's; or any optax optimizer, or your "
+        "own, by its dotted name with arguments: optax.contrib.muon(beta=0.9)",
     ),
     "optimizer.accum_steps": Field(
         4, "steps whose mean gradient enters the moments of accum_adam", at_least=1
@@ -97,28 +97,28 @@ FIELDS = {
     "optimizer.b1": Field(0.9, "decay rate of Adam's first moment", at_least=0, below=1),
     "optimizer.b2": Field(0.999, "decay rate of Adam's second moment", at_least=0, below=1),
     "optimizer.eps": Field(1e-8, "added to the root of Adam's second moment", at_least=0),
-    "optimizer.weight_decay": Field(0.0, "decay per step, times the learning rate", at_least=0),
+    "optimizer.weight_decay": Field(0.0, "per step, multiplied by the learning rate", at_least=0),
     "optimizer.decoupled": Field(True, "weight decay as in AdamW; False: in the gradient (L2)"),
     "optimizer.clip_norm": Field(0.0, "bound on a replica's gradient norm; 0: none", at_least=0),
     # --- Data of every task ---
-    "data.workers": Changeable(0, "processes that read ahead; 0: threads of this one", at_least=0),
+    "data.workers": Changeable(0, "processes that read ahead; 0: threads", at_least=0),
     "data.prefetch": Changeable(4, "batches read ahead", at_least=0),
     "data.partition": Field(
-        "iid", "dirichlet: each replica owns records, drawn by label", choices=("iid", "dirichlet")
+        "iid", "dirichlet: each replica has records drawn by label", choices=("iid", "dirichlet")
     ),
-    "data.alpha": Field(1.0, "of dirichlet; small: few classes per replica", above=0),
+    "data.alpha": Field(1.0, "of the Dirichlet; small: few classes per replica", above=0),
     # --- Where ---
     "mesh.devices": Changeable(
         0, "devices that hold replicas; 0: as many as divide num_replicas", at_least=0
     ),
-    "mesh.fsdp": Changeable(1, "devices per replica, which share its arrays", at_least=1),
+    "mesh.fsdp": Changeable(1, "devices over which a replica is sharded", at_least=1),
     "mesh.sequential_replicas": Changeable(
-        False, "compute a device's replicas in turn, with less memory"
+        False, "compute a device's replicas sequentially, with less memory"
     ),
-    # --- What is kept and reported ---
+    # --- Checkpoints, evaluation, logs ---
     "checkpoint.every": Changeable(1000, "steps between checkpoints; 0: never", duration=True),
-    "checkpoint.every_minutes": Changeable(10.0, "likewise, minutes; 0: never", at_least=0),
-    "checkpoint.keep": Changeable(2, "newest ones kept, besides the best model's", at_least=1),
+    "checkpoint.every_minutes": Changeable(10.0, "minutes between them; 0: never", at_least=0),
+    "checkpoint.keep": Changeable(2, "newest checkpoints to keep, besides the best", at_least=1),
     "recovery.every": Changeable(
         -1,
         "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
@@ -127,19 +127,19 @@ FIELDS = {
     "recovery.mirror": Changeable(
         False, "whether each process also mirrors the in-memory checkpoint of another"
     ),
-    "eval.every": Changeable(500, "steps between evaluations; 0: at the end only", duration=True),
-    "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
-    "eval.batch_size": Changeable(0, "examples in one of them; 0: as in training", at_least=0),
+    "eval.every": Changeable(500, "steps between evaluations; 0: only at the end", duration=True),
+    "eval.batches": Changeable(0, "validation batches per evaluation; 0: all", at_least=0),
+    "eval.batch_size": Changeable(0, "examples per batch; 0: as in training", at_least=0),
     "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
-    "log.trackers": Changeable("", "tensorboard, wandb, classes of your own; between commas"),
-    "profile.count": Changeable(0, "steps traced into workdir/profile, after 10", at_least=0),
+    "log.trackers": Changeable("", "tensorboard, wandb or your own classes; comma-separated"),
+    "profile.count": Changeable(0, "steps to trace into workdir/profile, after 10", at_least=0),
 }
 
 _WORKERS = 32  # per core
 
 
 def trainer_of(config: ConfigDict) -> Any:
-    """What trains this config, one of `TRAINERS`: its ``check``, ``run`` and ``dry_run``.
+    """The trainer of this config, one of `TRAINERS`, with ``check``, ``run`` and ``dry_run``.
 
     Raises:
       ConfigError: there is no such trainer.
@@ -184,18 +184,18 @@ def table_of(config: ConfigDict) -> Mapping[str, Field]:
 
 
 def default_config(task: str = "language_modeling") -> ConfigDict:
-    """Every field with its default; locked, so a misspelt field is an error."""
+    """Every field with its default; locked, so a misspelled field is an error."""
     return fields.build(fields_of(task)).lock()
 
 
 def load_saved(workdir: str | Path) -> ConfigDict:
-    """The config in a run folder.
+    """The config in a run directory.
 
-    Fields that the run lacks have their defaults; fields that nobody declares here, such as those
-    of a method that is not registered in this process, are left out.
+    Missing fields get their defaults. Undeclared fields, such as those of a method that is not
+    registered in this process, are dropped.
 
     Raises:
-      ConfigError: there is none, or a value is not of its field's type or out of bounds.
+      ConfigError: there is no config, or a value has the wrong type or is out of bounds.
     """
     path = Path(workdir) / "config.json"
     try:
@@ -215,7 +215,7 @@ def load_saved(workdir: str | Path) -> ConfigDict:
 
 
 def validate(config: ConfigDict) -> None:
-    """Check all that can be checked without a device; as a run, `--check` and the planner do.
+    """Check everything that needs no device, as a run, `--check` and the planner do.
 
     Raises:
       ConfigError: naming the field, its value and what was expected.
@@ -224,10 +224,10 @@ def validate(config: ConfigDict) -> None:
 
 
 def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
-    """What every kind of run checks; the ``check`` of each of `TRAINERS` calls it.
+    """The checks that all kinds of runs share; each trainer's ``check`` calls this.
 
     Returns:
-      The schedule and the plan, if any, which the checks had to make.
+      The schedule, and the plan if the config names one.
 
     Raises:
       ConfigError: as `validate`.
@@ -245,13 +245,13 @@ def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
 
 
 def check_fields(config: ConfigDict) -> None:
-    """Check every field by itself."""
+    """Check every field on its own."""
     fields.check(table_of(config), flat(config))
     trackers.named(config)
 
 
 def _check_sizes(config: ConfigDict) -> None:
-    """What neither the data, a model nor other processes decide."""
+    """Check sizes that depend on no data, model or other process."""
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
     n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
