@@ -157,7 +157,7 @@ def enter(log: Path, launched_from: str) -> None:
 
 def leave_launcher() -> None:
     """Forget that SLURM or another launcher started this process with others: Ray joins them."""
-    for variable, _ in cluster.LAUNCHERS.values():
+    for variable in (*(own for own, _ in cluster.LAUNCHERS.values()), *cluster.UNREAD.values()):
         os.environ.pop(variable, None)
 
 

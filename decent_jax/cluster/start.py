@@ -40,11 +40,26 @@ FIELDS = {
 }
 # The variable that identifies a launcher, and those that have the number of processes, if any. In
 # the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
+# Open MPI comes first, since in a job of SLURM its processes have variables of a step that has one
+# task on each node.
 LAUNCHERS = {
-    "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
     "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
 }
+# In which others, of which nothing else is read, have the number of processes.
+UNREAD = {
+    "torchrun": "WORLD_SIZE",
+    "MPICH, Intel MPI or PALS": "PMI_SIZE",
+    "MVAPICH": "MV2_COMM_WORLD_SIZE",
+    "jsrun": "JSM_NAMESPACE_SIZE",
+    "Flux": "FLUX_JOB_SIZE",
+    "whoever set it": "JAX_NUM_PROCESSES",
+}
+# Settings of jax under which the same seed and the same program give other numbers.
+_ALIKE = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
+_ALIKE += ("jax_default_matmul_precision",)
+_BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id"
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
@@ -86,9 +101,12 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
     if jax.distributed.is_initialized():
         return f"process {jax.process_index()} of {jax.process_count()}"
     if not cluster.coordinator and launcher is None:
+        check_unread(1)
         open_devices()
         return "one process (no coordinator in the config, no launcher detected)"
     place = _place(cluster, launcher)
+    if not cluster.coordinator:
+        check_unread(place.count)
     if xla_bridge.backends_are_initialized():
         raise ConfigError(
             "the config file or the task has used jax, which can then no longer join other "
@@ -103,6 +121,7 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
     waiting = f"waiting for {place.count} processes at {place.address}"
     with announce(waiting, quiet=place.index != 0):
         description = rendezvous.describe(flat(config))
+        description |= {name.upper(): str(jax.config.values[name]) for name in _ALIKE}
         _hosts[:] = rendezvous.barrier(
             place.address, place.count, place.index, description, cluster.timeout_s, folder
         )
@@ -148,7 +167,7 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
         return _Place(cluster.coordinator, cluster.num_processes, cluster.process_id, devices)
     # `jax.distributed.initialize` detects the launcher only while it connects, and the start-up
     # barrier needs the address before. When jax has a public way to ask, use it.
-    from jax._src.clusters import ClusterEnv
+    from jax._src.clusters import ClusterEnv, OmpiCluster
 
     try:
         with warnings.catch_warnings(action="ignore"):  # such as of a package for Kubernetes
@@ -159,14 +178,14 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{launcher} started this process, but its variables cannot be used "
-            f"({type(error).__name__}: {error}); set cluster.coordinator, cluster.num_processes "
-            "and cluster.process_id"
+            f"({type(error).__name__}: {error}); {_BY_HAND}"
         ) from None
     address, count, index, devices = found
-    if address is None or count is None or index is None:
+    another = launcher == "Open MPI" and not OmpiCluster.is_env_present()  # SLURM's, for instance
+    if another or address is None or count is None or index is None:
         raise ConfigError(
-            f"{launcher} started this process, but jax does not know how to find the others; set "
-            "cluster.coordinator, cluster.num_processes and cluster.process_id"
+            f"{launcher} started this process, but jax does not know how to find the others; "
+            f"{_BY_HAND}"
         )
     if launcher == "SLURM":
         count = _size(LAUNCHERS[launcher][1]) or count
@@ -174,6 +193,30 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
         if host and "JAX_COORDINATOR_ADDRESS" not in os.environ:
             address = f"{host}:{address.rpartition(':')[2]}"
     return _Place(address, count, index, devices)
+
+
+def check_unread(count: int) -> None:
+    """Raises ConfigError where another launcher has started this process with others.
+
+    Each of them would train alone.
+
+    Args:
+      count: processes that find each other by what is read.
+    """
+    for name, variable in UNREAD.items():
+        told = os.environ.get(variable, "")
+        if told.isdecimal() and int(told) > 1 and int(told) != count:
+            found = "this one is alone" if count == 1 else f"{count} find each other"
+            raise ConfigError(
+                f"{name} started {told} processes, as {variable} says, and {found}; {_BY_HAND}, or "
+                f"unset {variable}",
+                field=variable,
+                value=told,
+            )
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if count == 1 and address and not any(own in os.environ for own, _ in LAUNCHERS.values()):
+        why = f"names the process 0 of others, and this one is alone: {_BY_HAND}, or unset it"
+        raise ConfigError.about("JAX_COORDINATOR_ADDRESS", address, why)
 
 
 def check_interface(wanted: str) -> None:
@@ -221,11 +264,17 @@ def _address_of(host: str) -> str:
 
 def check_settings() -> None:
     """Raises ConfigError where jax's own settings change what a step is."""
-    for name, usual in {"jax_disable_jit": False, "jax_numpy_dtype_promotion": "standard"}.items():
+    wanted_as = {"jax_disable_jit": False, "jax_no_tracing": False}
+    for name, usual in (wanted_as | {"jax_numpy_dtype_promotion": "standard"}).items():
         value = jax.config.values[name]
         if value != usual:
             wanted = f"must be {str(usual).lower()}, as it is by default: the step is compiled so"
             raise ConfigError.about(name.upper(), value, wanted)
+    for way in ("", "_host_to_device", "_device_to_device", "_device_to_host"):
+        name = f"jax_transfer_guard{way}"
+        if str(jax.config.values[name]).startswith("disallow"):
+            why = "must allow batches to go to the devices, and metrics to come back"
+            raise ConfigError.about(name.upper(), jax.config.values[name], why)
 
 
 def open_devices() -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import types
 
 from decent_jax.ground import extras, goodput_file, machine
 from decent_jax.ground.command_line import CONFIGS
@@ -70,10 +71,19 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if name not in OWN_NEEDS:
             extras.need("train", "ml_collections", "tqdm")
-        return importlib.import_module(f"decent_jax.{COMMANDS[name][0]}").main(rest)
-    except Unavailable as error:
+        command = import_module(f"decent_jax.{COMMANDS[name][0]}")
+    except (Unavailable, ConfigError) as error:
         print(f"decent-jax {name}: {error}", file=sys.stderr)
         return 2
+    return command.main(rest)
+
+
+def import_module(name: str) -> types.ModuleType:
+    """A module; ConfigError where jax refuses a variable of the environment as it is imported."""
+    try:
+        return importlib.import_module(name)
+    except ValueError as error:
+        raise ConfigError(f"a variable of the environment cannot be used: {error}") from None
 
 
 def console() -> None:
@@ -99,14 +109,15 @@ def train(argv: list[str], prog: str) -> int:
     workdir = None
     open_streams()
     try:
-        from decent_jax.train import dry_run, flags, goodput, run
+        training = import_module("decent_jax.train")
+        from decent_jax.train import flags, goodput
 
         config, workdir = flags.parse(argv, prog)
         if workdir is None:
-            dry_run(config)
+            training.dry_run(config)
         else:
             with goodput.session(machine.process_seconds()):
-                run(config, workdir)
+                training.run(config, workdir)
     except (
         ConfigError,
         DataError,

@@ -336,11 +336,11 @@ def conclude(
     summary = work.summary(**found | entries | task.summary() | tested)
     if work.quiet:
         return summary
-    from decent_jax.plots import runs as plot  # matplotlib is a third of what a start imports
-
     try:
+        from decent_jax.plots import runs as plot  # matplotlib is a third of what a start imports
+
         plot.plot_runs([work.path])
-    except (RunError, OSError) as error:
+    except (RunError, OSError, ValueError) as error:  # such as of MPLBACKEND
         work.say(f"no curves were drawn: {error}")
     with work.announce("looking at the consensus model"):
         text = task.demonstrate(*local((mean, model_state)))

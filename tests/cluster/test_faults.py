@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -11,10 +13,10 @@ from refusals import refused, refuses
 from several import cluster_flags, free_port, said, until
 
 from decent_jax import train
+from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster import start as cluster
-from decent_jax.cluster import watch
 from decent_jax.commands import main as command
-from decent_jax.ground.errors import PEER_LOST
+from decent_jax.ground.errors import PEER_LOST, ConfigError
 from decent_jax.train import config as config_lib
 
 HEARTBEAT_S = 4
@@ -52,7 +54,15 @@ def test_jax_that_has_been_used_is_found_before_the_others_are_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("jax_disable_jit", True), ("jax_numpy_dtype_promotion", "strict")]
+    ("name", "value"),
+    [
+        ("jax_disable_jit", True),
+        ("jax_no_tracing", True),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_transfer_guard", "disallow"),
+        ("jax_transfer_guard_device_to_host", "disallow_explicit"),
+        ("jax_transfer_guard_host_to_device", "disallow"),
+    ],
 )
 def test_settings_under_which_no_step_compiles(name, value):
     before = jax.config.values[name]
@@ -64,6 +74,42 @@ def test_settings_under_which_no_step_compiles(name, value):
             train.dry_run(tiny.waves())
     finally:
         jax.config.update(name, before)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("JAX_ENABLE_X64", "maybe"), ("JAX_DEFAULT_MATMUL_PRECISION", "best")]
+)
+@pytest.mark.parametrize("command", ["train --config x --workdir y", "sample --workdir y"])
+def test_a_variable_that_jax_refuses_is_one_sentence(command, variable, value):
+    """jax raises as it is imported, so every command meets it before its own work."""
+    done = subprocess.run(
+        [sys.executable, "-m", "decent_jax.commands.main", *command.split()],
+        env=os.environ | {variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and value in line
+
+
+def test_processes_with_other_settings_of_jax_are_told_apart(monkeypatch, joins):
+    """Under another generator or 64 bits the same seed gives other replicas."""
+    described = []
+
+    def barrier(address, count, index, description, *rest):
+        described.append(description)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(rendezvous, "barrier", barrier)
+    config = config_lib.default_config()
+    config.cluster.update(coordinator="localhost:99", num_processes=2, process_id=1)
+    for enabled in (False, True):
+        with jax.enable_x64(enabled), refuses("enough"):
+            cluster.start(config)
+    told = rendezvous.difference(described, ["a", "b"])
+    sides = "False on process 0 (a), True on process 1 (b)"
+    assert told == f"the processes differ in JAX_ENABLE_X64: {sides}"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend"), AssertionError()])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from refusals import refused, refuses
 from several import slurm, until
 
 from decent_jax.cluster import start
+from decent_jax.ground.errors import ConfigError
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
@@ -115,6 +117,54 @@ def test_the_interactive_shell_of_salloc_is_one_process(monkeypatch):
     assert start.detect_launcher() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert start._place(config_lib.default_config().cluster, start.detect_launcher()).count == 2
+
+
+def test_mpirun_in_a_job_of_slurm(monkeypatch):
+    """Its daemons are a step with one task on each of two nodes, whose variables stay."""
+    step = slurm(9876, 2, 1) | {"SLURM_STEP_NUM_TASKS": "2"}
+    for name, value in (step | open_mpi_4(9876, 0) | {"OMPI_COMM_WORLD_SIZE": "8"}).items():
+        monkeypatch.setenv(name, value)
+    assert start.detect_launcher() == "Open MPI"
+    cluster = config_lib.default_config().cluster
+    assert start._place(cluster, "Open MPI")[:3] == ("127.0.0.1:9876", 8, 0)
+    monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")  # as of Open MPI 5, which jax cannot read
+    with refuses("Open MPI", "cluster.coordinator", error=ConfigError):
+        start._place(cluster, "Open MPI")
+
+
+@pytest.fixture
+def without_launchers(monkeypatch):
+    for variable in (*(own for own, _ in start.LAUNCHERS.values()), *start.UNREAD.values()):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("without_launchers")
+@pytest.mark.parametrize("variable", [*start.UNREAD.values(), "JAX_COORDINATOR_ADDRESS"])
+def test_processes_of_a_launcher_that_is_not_read_do_not_train_alone(variable, monkeypatch, joins):
+    """Four processes of torchrun trained four models, one of them into the folder."""
+    told = "host:99" if variable == "JAX_COORDINATOR_ADDRESS" else "4"
+    monkeypatch.setenv(variable, told)
+    config = config_lib.default_config()
+    with refused(variable, told):
+        start.start(config)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")  # srun started one task, and that the variable knows
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    if told == "4":
+        monkeypatch.setenv(variable, "1")
+    assert "one process" in start.start(config)
+
+
+@pytest.mark.usefixtures("without_launchers")
+@pytest.mark.parametrize("told", ["2", "8"])
+def test_torchrun_on_each_node_of_slurm(told, monkeypatch):
+    for name, value in (slurm(9876, 2, 0) | {"WORLD_SIZE": told}).items():
+        monkeypatch.setenv(name, value)
+    place = start._place(config_lib.default_config().cluster, start.detect_launcher())
+    if told == "2":  # as a script of SLURM exports it for others
+        start.check_unread(place.count)
+        return
+    with refused("WORLD_SIZE", told):
+        start.check_unread(place.count)
 
 
 def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
