@@ -1,8 +1,8 @@
 """The stacked state: every leaf has a leading replica dimension, sharded over the mesh.
 
-`Placement` says where the replicas live and runs per-replica code there; the rest are operations
-on the stack as a whole (the mean, the distance from it, another number of replicas). They are
-plain functions of arrays: call them under `jax.jit` on sharded arrays, or as they are.
+`Placement` maps replicas to devices and runs per-replica code there. The rest are operations
+on the whole stack (the mean, the distance from it, another number of replicas). They are
+plain functions of arrays: call them with or without `jax.jit`, on sharded arrays too.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ def __dir__() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """``num_replicas`` replicas on the devices of a mesh axis ``"replica"``, a block on each.
+    """``num_replicas`` replicas on the devices of a mesh axis ``"replica"``, a block per device.
 
-    Replica i is row ``i % block`` of device ``i // block``. Made by `place`.
+    Replica i is row ``i % block`` of device ``i // block``. Built by `place`.
 
     If a replica is larger than a device, a second axis ``"fsdp"`` counts the devices of each: its
     arrays are sharded over them (`sharding`), and so are the examples of its batch. Per-replica
@@ -61,14 +61,14 @@ class Placement:
 
     @property
     def stacked(self) -> NamedSharding:
-        """Sharding of arrays with a leading replica dimension, each replica's whole."""
+        """Sharding of arrays with a leading replica dimension; each replica's array stays whole."""
         return NamedSharding(self.mesh, P("replica"))
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of a stacked array (n, ...) of the training state.
 
         The devices of one replica shard the largest dimension that they divide (the first of equal
-        ones); each holds an array without such a dimension as a whole.
+        ones). Arrays without such a dimension are replicated on them.
         """
         return self._sharded(shape, range(1, len(shape)))
 
@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of arrays that every device holds whole."""
+        """Sharding of arrays that are replicated on every device."""
         return NamedSharding(self.mesh, P())
 
     @property
@@ -104,7 +104,7 @@ class Placement:
     def put(self, local: Any) -> Any:
         """The global arrays (n, B, ...) of arrays stacked over `local_replicas`, (L, B, ...).
 
-        The B examples of a replica are divided over its devices, if these divide B.
+        The B examples of a replica are sharded over its devices if their number divides B.
         """
         rows = {replica: row for row, replica in enumerate(self.local_replicas)}
 
@@ -120,7 +120,7 @@ class Placement:
         return jax.tree.map(put, local)
 
     def on(self, device: Any) -> "Placement":
-        """The block of one device, by itself."""
+        """The block of one device, on its own."""
         return place(self.block, [device])
 
     def on_devices(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -140,16 +140,16 @@ class Placement:
     def per_replica(self, fn: Callable) -> Callable:
         """Code for one replica, applied to (block, ...) arguments inside `on_devices`.
 
-        It is `jax.vmap` even for a block of one: XLA's CPU compiler updates arrays in place that
-        keep their dimensions, but copies those that lose one and get it back.
+        It is `jax.vmap` even for a block of one: XLA's CPU compiler updates arrays in place if they
+        keep their dimensions, but copies those that lose one and regain it.
         """
         return jax.vmap(fn, axis_name="block" if self.block > 1 else None)
 
     def per_replica_alone(self, fn: Callable, *, loop: bool = False) -> Callable:
-        """As `per_replica`, for code that communicates nothing: one replica is not vmapped.
+        """Like `per_replica`, for code without communication: a single replica is not vmapped.
 
-        ``loop=True`` takes the replicas of a block one after the other (`jax.lax.map`), which needs
-        less memory.
+        ``loop=True`` runs the replicas of a block sequentially (`jax.lax.map`), which needs less
+        memory.
         """
         if self.block == 1:
             return lambda *args: jax.tree.map(
@@ -174,8 +174,8 @@ def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1
       fsdp: devices of one replica, consecutive ones.
 
     Raises:
-      ValueError: if the number of devices does not divide the number of replicas; or, with
-        ``fsdp`` above 1, if there are not ``fsdp`` for each, or not of one process.
+      ValueError: the number of devices does not divide the number of replicas; or, with ``fsdp``
+        above 1, a replica does not have ``fsdp`` devices, all of one process.
     """
     devices = list(jax.devices() if devices is None else devices)
     auto = AxisType.Auto
@@ -226,7 +226,7 @@ def broadcast(tree: Any, num_replicas: int) -> Any:
 
 
 def _arrays(tree: Any) -> Any:
-    """The tree with numbers as arrays; raises TypeError for a leaf that is neither, naming it."""
+    """The tree with numbers as arrays; raises TypeError, naming the leaf, for anything else."""
 
     def array(path, x):
         if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -248,7 +248,7 @@ def take(stacked: Any, replica: int) -> Any:
 
 
 def finite(stacked: Any) -> jax.Array:
-    """(n,) bool: which replicas hold finite numbers only."""
+    """(n,) bool: which replicas hold only finite numbers."""
     leaves = jax.tree.leaves(stacked)
     flags = [_finite(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     rows = len(leaves[0]) if leaves else 0
@@ -263,18 +263,18 @@ def _finite(x: jax.Array) -> jax.Array:
 def consensus_mean(
     stacked: Any, weights: jax.Array | None = None, counts: jax.Array | None = None
 ) -> Any:
-    """The consensus model: the mean over replicas, leaving out those that are not finite.
+    """The consensus model: the mean over the replicas that are finite.
 
-    For whole numbers, such as counts of steps, it is the largest; for random keys the first. An
-    array that no replica has finite, such as an optimizer's best loss before there is one, leaves
-    out nobody, and keeps its infinities.
+    Integers, such as step counts, give the largest; random keys the first. An array that is not
+    finite on any replica, such as an optimizer's best loss before the first step, is averaged over
+    all replicas and keeps its infinities.
 
     Args:
       stacked: arrays (n, ...).
-      weights: (n,) how much each replica counts, see `decent_jax.optim.consensus_weights`; None:
-        alike.
-      counts: (n,) bool, which replicas count; None: those that are finite. Of an optimizer's state
-        give ``finite(params)``: a replica is lost where its parameters are not finite.
+      weights: (n,) weight of each replica, see `decent_jax.optim.consensus_weights`; None: equal
+        weights.
+      counts: (n,) bool, which replicas count; None: those that are finite. For an optimizer state
+        pass ``finite(params)``: a replica is lost if its parameters are not finite.
     """
     ok = _sound(stacked) if counts is None else counts
 
@@ -288,13 +288,13 @@ def consensus_mean(
 
 
 def _sound(stacked: Any) -> jax.Array:
-    """`finite`, but for the arrays that nobody has finite."""
+    """`finite`, ignoring arrays that are not finite on any replica."""
     flags = [_finite(x) for x in jax.tree.leaves(stacked) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return finite([jnp.where(of_x | ~of_x.any(), 0.0, jnp.nan) for of_x in flags])
 
 
 def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """The mean of the rows that are ``ok``, in float32 at least; of whole numbers the largest."""
+    """The mean of the ``ok`` rows, in float32 at least; of integers, the largest."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x[0]
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -303,7 +303,7 @@ def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.
     wide = at_least_float32(x)
     rows = clean(x, ok).astype(wide)
     counts = ok.astype(wide) if weights is None else jnp.where(ok, weights, 0).astype(wide)
-    sharding = jax.typeof(x).sharding  # along Explicit axes jax wants to know that of the result
+    sharding = jax.typeof(x).sharding  # along Explicit axes jax needs the sharding of the result
     total = jnp.tensordot(
         counts,
         rows,
@@ -324,7 +324,7 @@ class Consensus(NamedTuple):
 def consensus_distance(stacked: Any) -> Consensus:
     """Distances of the replicas from their mean, in float32, over all leaves at once.
 
-    Whole numbers and random keys have none.
+    Integers and random keys are ignored.
     """
     stacked = [x for x in jax.tree.leaves(stacked) if jnp.issubdtype(x.dtype, jnp.inexact)]
     ok = finite(stacked)

@@ -4,8 +4,8 @@
 |---|---|---|
 | `permute` | which replicas a device holds; a permutation as slices and ``ppermute`` | |
 | `codecs` | formats of messages, for JAX and NumPy | |
-| `groups` | means of groups, coded or not, and groups that send to each other | permute, codecs |
-| `sparse` | those that send some numbers only | codecs |
+| `groups` | means of groups, encoded or not, and groups that send to each other | permute, codecs |
+| `sparse` | codecs that send only some numbers | codecs |
 | `mixing` | `mix`, `mix_on`, `on_mesh`, `mean`, `receive`: the public functions | all |
 """
 

@@ -1,9 +1,9 @@
-"""Formats of messages that are cheaper than float32, for arrays of JAX and of NumPy alike.
+"""Message formats cheaper than float32, for JAX and NumPy arrays.
 
-A codec sees one array of one replica at a time. Whoever sends makes parts of it by `Codec.encode`;
-whoever receives calls `Codec.decode` on them. The sender decodes its own parts, too, and thus knows
-exactly what others hold: `decent_jax.gossip.mix` and `decent_jax.peers` mix *differences* of
-decoded arrays, so that the mean stays whatever a format loses.
+A codec sees one array of one replica at a time. The sender splits it into parts with
+`Codec.encode`; the receiver calls `Codec.decode` on them. The sender also decodes its own parts and
+so knows exactly what others hold: `decent_jax.gossip.mix` and `decent_jax.peers` mix *differences*
+of decoded arrays, so the mean is preserved whatever a format loses.
 
 | codec | sent for N numbers | error |
 |---|---|---|
@@ -12,7 +12,7 @@ decoded arrays, so that the mean stays whatever a format loses.
 | `Int4` | N / 2 bytes + 4 per row | unbiased, below 1/6.9 of the row's largest |
 | `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far off |
 
-`decent_jax.gossip.sparse` has those that send some of the numbers only.
+`decent_jax.gossip.sparse` has codecs that send only some of the numbers.
 
 To add a codec, write a frozen dataclass with ``encode`` and ``decode`` (and ``noise``, if it
 draws), and add it to the table, to `NAMED` if configs may choose it, and to the cases of
@@ -36,18 +36,18 @@ Parts = tuple[Array, ...]  # of a message
 
 
 class Codec:
-    """A format of messages. Noise is passed in, so that both kinds of arrays may share one code.
+    """A message format. Noise is passed in, so JAX and NumPy arrays share one implementation.
 
-    seed: of the noise, for methods, which make a key of it for every step; 0 unless a field of it.
+    seed: of the noise; methods derive a key from it for every step. 0 unless it is a field.
     """
 
     seed: int = 0
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
-        """What `encode` of an array of this shape draws; None: nothing.
+        """The random numbers for `encode` of an array of this shape; None: none.
 
         Args:
-          key: a different one for every step, array and sender, as replicas have to round
+          key: different for every step, array and sender, because replicas must round
             independently.
           shape: of the array.
         """
@@ -58,13 +58,13 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, parts: Parts, like: Array) -> Array:
-        """The array that a receiver makes of them, in the shape and dtype of ``like``, its own."""
+        """The array decoded by a receiver, in the shape and dtype of ``like``, its own array."""
         raise NotImplementedError
 
 
 @functools.cache
 def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
-    """The bytes that are sent for a float32 array of this shape; None: as it is."""
+    """Bytes sent for a float32 array of this shape; codec None: uncompressed."""
     if codec is None:
         return 4 * math.prod(shape)
 
@@ -93,8 +93,7 @@ class Int8(Codec):
     ``c = floor(x / s + u)`` with noise u uniform in [0, 1): ``E[c s] = x``, and the variance is at
     most ``s^2 / 4``. Without noise it rounds to nearest, which is biased. The scale s is
     ``max |x| / 127`` over the row, rounded up to 8 significant bits, so that c s and sums of a few
-    are exact in float32: a product that one side rounds, and the other does not, would move the
-    mean in each round.
+    are exact in float32: a product rounded on one side only would move the mean in each round.
     """
 
     seed: int = 0
@@ -115,7 +114,7 @@ class Int8(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Int8):
-    """4-bit integers from -7 to 7, two in a byte, with scales and rounding as those of `Int8`."""
+    """4-bit integers from -7 to 7, two per byte, with the scales and rounding of `Int8`."""
 
     largest: ClassVar[int] = 7
 
@@ -133,26 +132,26 @@ class Int4(Int8):
         return super().decode((codes.reshape(like.shape), scale), like)
 
 
-# How the distance y that a lattice reaches follows what is met: y becomes the larger of 0.97 y and
-# twice the largest difference at a meeting, and 4 y after a message that the partner could not
-# decode. It grows much faster than it shrinks, since one of many partners may be far.
+# The reach y of a lattice adapts: an average makes it the larger of 0.97 y and twice the largest
+# difference, and a message that the partner could not decode makes it 4 y. It grows much faster
+# than it shrinks, because one of many partners may be far away.
 FIRST_DISTANCE, GROW, SHRINK, SLACK = 1e-3, 4.0, 0.97, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Lattice(Codec):
-    """Numbers relative to the receiver's own, to half a side however large they are.
+    """Numbers relative to the receiver's own, to half a side whatever their magnitude.
 
     The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
-    ``q = 2^bits``. The receiver takes the points of these colours that are nearest to its own z:
-    right where ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
-    lattice). Elsewhere it notices by a checksum of what is not sent, the quotients by q, and
-    decodes NaN: a single wrong quotient is always found, several cancel with 2^-31.
+    ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which is
+    correct if ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
+    lattice). Otherwise a checksum of the unsent quotients by q reveals it, and the receiver decodes
+    NaN: a single wrong quotient is always detected; several cancel with probability 2^-31.
 
     Args:
       bits: per number, up to 8 or up to 16 in one or two bytes.
-      side: s, of the sender; it travels with the message. Its dtype is the one to compute in:
-        float64, as a Python float is to NumPy, or float32.
+      side: s, of the sender; it travels with the message. Its dtype is used for the computation:
+        float64 (a Python float in NumPy) or float32.
 
     >>> lattice = Lattice(bits=4, side=0.5)
     >>> x = np.array([10.1, -7.3])
@@ -170,7 +169,7 @@ class Lattice(Codec):
 
     @property
     def reach(self) -> Any:
-        """The largest difference that `decode` always gets right."""
+        """The largest difference that `decode` always recovers."""
         return self.side * (2**self.bits - 1) / 2
 
     def reaching(self, y: Any, largest: Any) -> "Lattice":
@@ -200,16 +199,16 @@ class Lattice(Codec):
         return _namespace(like).where(understood, points * side, np.nan).astype(like.dtype)
 
     def nearest(self, parts: Parts, like: Array) -> tuple[Array, Array]:
-        """(quotients, points) of the colours, the nearest to ``like``, whoever has sent them."""
+        """(quotients, points) of the colours nearest to ``like``, for any sender."""
         colours, _, side = parts
         colours = colours.astype(f"int{8 * side.dtype.itemsize}")
-        # ``like`` is not rounded before: that would take half a side from the reach.
+        # ``like`` is not rounded first: that would reduce the reach by half a side.
         scaled = like.astype(side.dtype) / side
         quotients = _namespace(like).round((scaled - colours) / 2**self.bits).astype(colours.dtype)
         return quotients, (quotients << self.bits) + colours
 
 
-# What ``config.codec`` may be; float32 is sent as it is.
+# The values of ``config.codec``; float32 is sent uncompressed.
 NAMED: Mapping[str, Codec | None] = {
     "float32": None,
     "bfloat16": BFloat16(),
@@ -219,13 +218,13 @@ NAMED: Mapping[str, Codec | None] = {
 
 
 def named(name: str, seed: int = 0) -> Codec | None:
-    """The format of that name in `NAMED`, whose noise is that of the seed."""
+    """The format of that name in `NAMED`, with noise from the seed."""
     codec = NAMED[name]
     return dataclasses.replace(codec, seed=seed) if isinstance(codec, Int8) else codec
 
 
 def _namespace(x: Any) -> ModuleType:
-    """The module of functions for this array."""
+    """The array module (NumPy or jax.numpy) for this array."""
     return jnp if isinstance(x, jax.Array) else np
 
 
@@ -234,23 +233,23 @@ def _by_rows(x: Array, largest: int) -> tuple[Array, Array]:
     xp = _namespace(x)
     most = xp.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else xp.abs(x)
     scale = _eight_bits((1 + 2**-8) / largest * most.astype(np.float32))
-    # In bfloat16 sums of 100 and a noise below 1 would be multiples of 1/2, and rounded up.
+    # In bfloat16, 100 plus a noise below 1 would be a multiple of 1/2, and rounded up.
     wide = xp.promote_types(x.dtype, np.float32)
     return x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide), scale
 
 
 def _rounded(x: Array, noise: Any) -> Array:
-    """To whole numbers: by chance where there is noise, else to the nearest."""
+    """Round to integers: stochastically if there is noise, otherwise to nearest."""
     xp = _namespace(x)
     return xp.round(x) if noise is None else xp.floor(x + noise.astype(x.dtype))
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """float32 numbers in [0, 1): a hash of their places, into which the key is mixed.
+    """float32 numbers in [0, 1): a hash of their positions, mixed with the key.
 
-    Rounding by chance needs no more than that, and `jax.random.uniform` took 50 ms for 4M numbers
-    on a core of a CPU, 20 times as long as the rest of their coding; this takes 1 ms. The words of
-    the key are the seed as they are: XLA for CPUs would take longer to compile one draw per array
+    Stochastic rounding needs no more than that. `jax.random.uniform` took 50 ms for 4M numbers on
+    one CPU core, 20 times as long as the rest of the encoding; this takes 1 ms. The words of the
+    key are used directly as the seed: XLA for CPUs would take longer to compile one draw per array
     than everything else. The hash is murmur3's finalizer of multiples of the golden ratio, as in
     SplitMix (Steele et al. 2014).
     """
@@ -263,14 +262,14 @@ def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _eight_bits(x: Array) -> Array:
-    """float32 numbers rounded to 8 significant bits, as bfloat16 has them."""
+    """float32 numbers rounded to 8 significant bits, those of bfloat16."""
     if _namespace(x) is np:
         return x.astype(jnp.bfloat16).astype(np.float32)
-    return jax.lax.reduce_precision(x, 8, 7)  # XLA takes a cast to bfloat16 and back for nothing
+    return jax.lax.reduce_precision(x, 8, 7)  # XLA removes a cast to bfloat16 and back
 
 
 def _checksum(quotients: Array) -> Array:
-    """() uint32 that wraps: integers times odd multipliers, a hash of their places (murmur3's)."""
+    """() uint32 that wraps: integers times odd multipliers, a hash of their positions (murmur3)."""
     xp = _namespace(quotients)
     a = xp.arange(quotients.size, dtype=np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

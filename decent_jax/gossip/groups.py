@@ -1,7 +1,7 @@
-"""Means of groups of consecutive replicas, coded or not, and rounds in which groups send to others.
+"""Means of groups of consecutive replicas, encoded or not, and rounds of messages between groups.
 
-A codec's numbers cannot be added on their way, so a sum in few bits has two stages, as in torchft's
-quantised all-reduce: everybody sends each owner its chunk, and owners send back coded means.
+Encoded numbers cannot be added in transit, so a low-precision sum has two stages, as in torchft's
+quantized all-reduce: every replica sends each owner its chunk, and owners send encoded means back.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ ROW = 512  # numbers that share a scale
 def means(
     rows: list[jax.Array], g: int, axis: ReplicaAxis, finite: jax.Array | None
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """The mean over each replica's group of g, of arrays (block, ...), and which are finite then.
+    """The mean over each replica's group of g, of arrays (block, ...), and which are then finite.
 
-    finite: (block,) bool, or None. A finite replica keeps the weight of members that are not; one
-      that is not finite takes the mean of its finite members, NaN if there are none.
+    finite: (block,) bool, or None. A finite replica keeps the weight of non-finite members itself;
+      a non-finite one takes the mean of its finite members, or NaN if there are none.
     """
 
     def mean(x):
@@ -54,13 +54,13 @@ def mix(
 ) -> list[jax.Array]:
     """A round in which groups average inside, then mix their means: one message per group.
 
-    All members of a group hold its mean, so it is enough that each of the c devices of a group
-    moves 1/c of it: reduce-scatter inside the group, permutes of the parts between groups,
-    all-gather inside. A group sends one model per message to other devices, not group_size of them.
+    All members of a group hold its mean, so each of the c devices of a group needs to move only
+    1/c of it: reduce-scatter inside the group, permutes of the parts between groups,
+    all-gather inside. A group sends one model per message to other devices, not group_size models.
 
-    A **part** is what one device holds of one group: a group's mean where it holds whole groups
-    (nothing is scattered then), 1/c of it elsewhere, as a flat array. Parts mix with each other as
-    replicas do, so the rest is as for permutations.
+    A **part** is one device's share of one group: the group's mean if the device holds whole groups
+    (nothing is scattered then), otherwise 1/c of it, as a flat array. Parts mix with each other
+    like replicas, so the rest is as for permutations.
 
     Args:
       leaves: one replica's arrays.
@@ -93,11 +93,11 @@ def mix(
 
 
 def _never(after: Any) -> jax.Array:
-    """() bool, False, but unknown until ``after`` is: whether a squared norm is negative.
+    """() bool, always False, but unknown before ``after``: whether a squared norm is negative.
 
     XLA must not see that it is constant, and the norms of gradients are needed anyway. XLA on GPUs
-    begins a collective as soon as its operands are known. Without this the all-gather inside groups
-    would occupy the stream, and wait for the permutes, before the gradient is computed.
+    starts a collective as soon as its operands are known. Without this, the all-gather inside
+    groups would occupy the stream and wait for the permutes before the gradient is computed.
     """
     return (jnp.stack([squared_norm(x) for x in jax.tree.leaves(after)]) < 0).any()
 
@@ -109,7 +109,7 @@ def _sum(rows: jax.Array, g: int, axis: ReplicaAxis) -> jax.Array:
     return jnp.broadcast_to(total[:, None], members).reshape(rows.shape)
 
 
-# --- Means of coded messages ----------------------------------------------------------------------
+# --- Means of encoded messages --------------------------------------------------------------------
 
 
 def coded_means(
@@ -121,29 +121,28 @@ def coded_means(
     finite: jax.Array | None = None,
     between: Any = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    r"""The mean over each replica's group of g, and what the replica itself has sent for it.
+    r"""The mean over each replica's group of g, and the replica's own decoded message.
 
-    All arrays are one vector in rows of `ROW` numbers, cut into g chunks; member k of a group owns
-    the k-th. With Q the rounding of the codec, everywhere by the chance of the replica i that
-    rounds:
+    All arrays form one vector in rows of `ROW` numbers, cut into g chunks; member k of a group owns
+    chunk k. With Q the rounding of the codec, drawn independently by each replica i that rounds:
 
     .. math:: m^{(k)} = Q_k\Big(\tfrac1g \textstyle\sum_i Q_i(x_i^{(k)})\Big)
 
-    An all-to-all brings the chunks to their owners, who add in float32 and code the mean; an
-    all-gather brings these to all: 2 (g - 1) / g coded vectors per replica. The owner's rounding
-    holds for all members, so they get the same bits. m is unbiased where Q is; with a step of s its
+    An all-to-all brings the chunks to their owners, which add in float32 and encode the mean; an
+    all-gather distributes it: 2 (g - 1) / g encoded vectors per replica. All members use the
+    owner's rounding, so they get the same bits. m is unbiased if Q is; with a step of s its
     variance is at most ``s^2 / 4g`` from the first rounding and ``s^2 / 4`` from the second.
 
     Args:
       leaves: one replica's arrays.
       g: members of a group, consecutive replicas.
       axis: where the replicas are.
-      codec: one that codes each row by itself; None: numbers travel as they are.
-      key: the same on all replicas, another in every step; None rounds to the nearest, with a bias.
-      finite: (block,) bool, or None. Of replicas that are not finite nothing is added; a finite one
-        keeps their weight, the others take the mean of the finite ones, NaN if there are none.
-      between: optional arrays. The sums are made after them, so that chunks may travel while they
-        are computed, and means while others are.
+      codec: one that encodes each row separately; None: numbers are sent uncompressed.
+      key: the same on all replicas, different in every step; None rounds to nearest, with a bias.
+      finite: (block,) bool, or None. Non-finite replicas add nothing; a finite one keeps their
+        weight, and the others take the mean of the finite ones, or NaN if there are none.
+      between: optional arrays. The sums wait for them, so chunks may travel during their
+        computation, and means during later work.
 
     Returns:
       ``(m, Q_i(x_i))``, both like ``leaves``.
@@ -164,7 +163,7 @@ def coded_means(
             keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(replicas)
             noise = jax.vmap(lambda key, codec=codec: codec.noise(key, shape))(keys)
             noise = None if noise is None else noise.reshape(x.shape)
-        # The barrier keeps XLA from rounding again, and differently, what is decoded here.
+        # The barrier keeps XLA from rounding the decoded numbers again, and differently.
         parts = (x,) if codec is None else codec.encode(x, noise)
         return jax.lax.optimization_barrier(parts)
 
@@ -194,7 +193,7 @@ def coded_means(
 def _as_vector(
     leaves: list[jax.Array], wide: jnp.dtype
 ) -> tuple[jax.Array, Callable[[jax.Array], list[jax.Array]]]:
-    """All numbers in one dtype, and a function from such a vector back to arrays."""
+    """All numbers as one vector of one dtype, and the function that restores the arrays."""
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
 
     def put_back(vector):
@@ -226,7 +225,7 @@ class Groups:
         return Groups(size, max(1, size // b), axis)
 
     def parts(self) -> ReplicaAxis:
-        """Where the parts are: one on each device of a group, or several groups on a device."""
+        """Placement of the parts: one on each device of a group, or several groups on a device."""
         return dataclasses.replace(self.axis, block=max(1, self.axis.block // self.size))
 
     def members(self, x: jax.Array) -> list[list[int]]:
@@ -249,7 +248,7 @@ class Groups:
     def sums(self, rows: jax.Array) -> jax.Array:
         """(block, ...) to this device's parts of the groups' sums: (parts, ...), or (1, flat).
 
-        Zeros fill an array up to a multiple of the group's devices, at most devices - 1 of them.
+        Arrays are zero-padded to a multiple of the group's devices, by at most devices - 1 numbers.
         """
         local = self.local_sums(rows)
         if self.devices == 1:
@@ -270,11 +269,11 @@ class Groups:
     def to_owners(self, chunks: jax.Array, between: Any = None) -> jax.Array:
         """(block, size, ...), a chunk for each member, to (parts, size, chunks owned here, ...).
 
-        The owner of a group's k-th chunk is its k-th member; the second axis is the senders'. These
-        are permutes by 1 to devices - 1 places, which XLA hides where it awaits an all-to-all at
-        once (jaxlib 0.12, beside a loop), and which jax has for groups under `jax.vmap`. With
-        ``between`` nothing is made of what arrives before these arrays are there: XLA waits for a
-        message before a loop if anything can be computed of it.
+        The owner of a group's k-th chunk is its k-th member; the second axis counts the senders.
+        These are permutes by 1 to devices - 1 places. XLA hides them where it would block on an
+        all-to-all (jaxlib 0.12, next to a loop), and jax supports them for groups under
+        `jax.vmap`. With ``between``, the arriving chunks are not used before these arrays exist:
+        XLA waits for a message before a loop if anything can be computed from it.
         """
         here, c = min(self.size, self.axis.block), self.devices
         if c == 1:

@@ -1,6 +1,6 @@
 """A round of a schedule as collectives on a mesh axis. Nothing else in the project communicates.
 
-`mix` is written for one replica and names the axis that counts replicas, so the same code runs
+`mix` is written for one replica and names the replica axis, so the same code runs
 
 - with a replica per device:           ``jax.shard_map`` over the mesh axis ``"replica"``
 - with all replicas on one device:     ``jax.vmap(..., axis_name="replica")``
@@ -11,7 +11,7 @@
 `on_mesh` and `mix_on` wrap it for stacked arrays inside `jax.jit`.
 
 Rounds are static: one executable per round. `decent_jax.gossip.permute` turns its permutations into
-collectives, `decent_jax.gossip.groups` its groups that send to each other. To *simulate* many
+collectives, `decent_jax.gossip.groups` its messages between groups. To *simulate* many
 graphs, or lost messages, in one executable, a round may also be `Simulated`.
 """
 
@@ -34,12 +34,12 @@ from decent_jax.topology import Round, Schedule, Send
 
 
 class Simulated(NamedTuple):
-    """A round whose matrix is replaced by a traced one, if one device holds all replicas.
+    """A round with a traced matrix, for all replicas on one device.
 
     Nothing is sent: rows are weighted by the matrix (`jax.vmap` without `jax.shard_map`).
 
-    round: static Python int, the round that it stands for; `receive` knows the partners of this
-      round only, and takes their weights from the matrix.
+    round: static Python int, the round it replaces; `receive` uses only the partners of this
+      round, with weights from the matrix.
     matrix: (n, n) float; row i holds the weights that replica i gives.
     """
 
@@ -51,7 +51,7 @@ def number(round: Any) -> Any:
     """The static number of a round, an int; None for None.
 
     Raises:
-      TypeError: for a traced number, or one that is not whole.
+      TypeError: the number is traced, or is not an integer.
     """
     if round is None:
         return None
@@ -82,37 +82,37 @@ def mix(
     """``x_i <- sum_j W_ij x_j`` with W the matrix of ``round``; None communicates nothing.
 
     Args:
-      tree: pytree of floating-point arrays, one replica's own; empty ones stay.
+      tree: pytree of floating-point arrays of one replica; empty arrays are unchanged.
       schedule: its number of replicas must be the product of the axes' sizes.
       round: static Python int in [0, period); or `Simulated`.
-      axis_name: the axis that counts replicas, or (mesh axes ..., vmapped axis): several mesh axes
-        count as one, of which the last varies fastest.
+      axis_name: the replica axis, or (mesh axes ..., vmapped axis): several mesh axes are
+        flattened into one, and the last varies fastest.
       finite: optional boolean scalar, whether this replica's ``tree`` is finite (it travels with
-        the message). Parameters that are not finite are never mixed in: their weight goes to the
-        receiver's own copy. A replica whose own copy is not finite takes the renormalised average
-        of its finite senders, or stays NaN where there are none. In a round in which groups send to
-        each other a group counts as one replica, whose value is the mean of its finite members.
-      codec: format of the messages; None sends arrays as they are. With Q the rounding of the
-        format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays what it
-        was, whatever Q loses, up to the rounding of these sums. A group mean becomes that of
+        the message). Parameters that are not finite are never mixed in: the receiver gives their
+        weight to its own. A replica whose own parameters are not finite takes the renormalized
+        average of its finite senders, or stays NaN if there are none. If groups send to each
+        other, a group counts as one replica with the mean of its finite members.
+      codec: message format; None sends arrays uncompressed. With Q the rounding of the format,
+        ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas is preserved, whatever
+        Q loses, up to the rounding of these sums. A group mean becomes that of
         `decent_jax.gossip.groups.coded_means`. Not for rounds that average in groups and then send,
-        nor for top-k.
-      key: for formats that are random; the same on all replicas, another in every step.
-      after: optional arrays, such as the gradients of this step. In a round in which groups send to
-        each other, the last phase (inside the groups) waits for them, so that the messages may
-        travel while they are computed. It changes no number.
+        and not for top-k.
+      key: for random formats; the same on all replicas, different in every step.
+      after: optional arrays, such as the gradients of this step. If groups send to each other, the
+        last phase (inside the groups) waits for them, so that the messages may travel during their
+        computation. It changes no number.
       between: optional arrays, such as the parameters after half of the steps that the messages
-        may take. A mean of groups is then made of two stages, chunks to their owners, and means
-        back after these arrays: XLA hides each beside a loop of steps, and not a mean in one piece
-        (jaxlib 0.12). Where groups send to each other it is ``after``.
+        may take. A group mean then has two stages, chunks to their owners, and means back after
+        these arrays: XLA hides each stage behind a loop of steps, but not a mean in one piece
+        (jaxlib 0.12). If groups send to each other, it acts like ``after``.
 
     Returns:
       The mixed tree, same shapes and dtypes.
 
     Raises:
-      ValueError: axes that do not hold ``schedule.num_replicas`` replicas; a round out of range; a
-        schedule with grouped means, or a vmapped block, inside ``shard_map(check_vma=True)``;
-        a ``codec`` where groups average and then send; top-k.
+      ValueError: the axes do not hold ``schedule.num_replicas`` replicas; a round out of range; a
+        schedule with group means, or a vmapped block, inside ``shard_map(check_vma=True)``;
+        a ``codec`` in a round that averages in groups and then sends; top-k.
       TypeError: a traced round, or an array that is not floating-point.
     """
     if round is None:
@@ -136,7 +136,7 @@ def mix(
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
 
         def moved(x, arrived, own):
-            # A replica that is not finite has nothing to keep: it takes what arrived.
+            # A replica that is not finite keeps nothing: it takes the received average.
             kept = x - own if finite is None else jnp.where(finite, x - own, jnp.zeros_like(x))
             return arrived + kept
 
@@ -158,9 +158,9 @@ def mix(
 
 
 def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]:
-    """The arrays of a tree that can be mixed, and a function that puts others in their place.
+    """The arrays of a tree to mix, and a function that replaces them.
 
-    Empty arrays are left out, and stay as they are.
+    Empty arrays are left out and do not change.
 
     Raises:
       TypeError: for an array that is not floating-point, naming it.
@@ -185,19 +185,19 @@ def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]
 def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "replica") -> Callable:
     """Code for one replica as a function of stacked trees (n, ...), for use inside `jax.jit`.
 
-    It is `jax.vmap` inside a `jax.shard_map`, so that each device sends only what its replicas
-    send. Under `jax.vmap` alone XLA would bring all replicas to every device. Arrays may be sharded
-    over other axes of the mesh, too, and these may be of any type.
+    It is `jax.vmap` inside a `jax.shard_map`, so each device sends only the messages of its own
+    replicas. Under `jax.vmap` alone, XLA would gather all replicas on every device. Arrays may also
+    be sharded over other axes of the mesh, of any type.
 
     Args:
-      fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``. What
-        is given by keyword, such as a static ``round``, reaches it as it is.
-      mesh: its axes in ``axis_name`` divide the first dimension of all arguments and results.
-      axis_name: as in `mix`, and the one that ``fn`` gives to it; a name that is not of the mesh
-        counts the replicas of one device.
+      fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
+        Keyword arguments, such as a static ``round``, are passed through unchanged.
+      mesh: its axes in ``axis_name`` shard the first dimension of all arguments and results.
+      axis_name: as in `mix`, and the same that ``fn`` passes to it; a name that is not an axis of
+        the mesh counts the replicas of one device.
 
     Raises:
-      ValueError: where a device holds several replicas and no name counts them.
+      ValueError: a device holds several replicas and no name counts them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -250,7 +250,7 @@ def mix_on(
 
     Args:
       mesh, axis_name: see `on_mesh`.
-      finite: (n,) bool, `decent_jax.replicas.finite` of the tree; None: all are taken for finite.
+      finite: (n,) bool, `decent_jax.replicas.finite` of the tree; None: all count as finite.
       tree, schedule, round, codec, key: as in `mix`.
     """
 
@@ -270,7 +270,7 @@ def mix_coded(
     *,
     finite: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of coded messages, and the replica's own, decoded.
+    """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of encoded messages, and the own one, decoded.
 
     Arguments as in `mix`.
     """
@@ -297,7 +297,7 @@ def receive(
 ) -> list[tuple[Any, jax.Array]]:
     """The messages of a round one by one: [(sender's tree, its weight)], weight 0 if there is none.
 
-    For methods that look at what arrives before they use it; `mix` is their weighted sum.
+    For methods that inspect messages before they use them; `mix` is the weighted sum.
     """
     axis = ReplicaAxis.of(schedule, axis_name)
     rnd = _round(schedule, round)
@@ -322,7 +322,7 @@ def _received(tree: Any, send: Send, axis: ReplicaAxis) -> Any:
 def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
     """The mean over all replicas, for the all-reduce baseline. Shapes and dtypes unchanged.
 
-    As in all sums over replicas, 16-bit numbers are added in float32, and rounded once.
+    As in all sums over replicas, 16-bit numbers are added in float32 and rounded once.
     """
     axis = ReplicaAxis.over(axis_name)
 
@@ -345,9 +345,9 @@ def mean_coded(
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
-    Of a codec that sends some numbers only every replica receives the message of every other, and
-    adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
-    ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms.
+    With a sparse codec, every replica receives the messages of all others and adds them in the same
+    order; sparse messages can be ``clipped``, each array to the median of its norms. For other
+    codecs see `decent_jax.gossip.groups.coded_means`, which takes ``between``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
@@ -382,18 +382,18 @@ def mean_coded(
 def _coded(
     leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None
 ) -> tuple[list, list]:
-    """For each array the parts that are sent, and the own copy, decoded from these."""
+    """For each array the encoded parts, and the array decoded from them."""
     noise = [None] * len(leaves)
     if key is not None:
         keys = jax.random.split(jax.random.fold_in(key, axis.replica()), len(leaves))
         noise = [codec.noise(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
+    # The barrier keeps XLA from rounding the decoded array again, differently from the message.
     sent = jax.lax.optimization_barrier(list(map(codec.encode, leaves, noise)))
     return sent, list(map(codec.decode, sent, leaves))
 
 
 def check_coded(schedule: Schedule) -> None:
-    """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
+    """Raises ValueError if a schedule's messages cannot be encoded, because some are sums."""
     if schedule.sends_sums:
         raise ValueError(
             f"{schedule.name} sends sums of groups from group to group, which travel as they are; "
@@ -402,7 +402,7 @@ def check_coded(schedule: Schedule) -> None:
 
 
 def _mixed_by_matrix(tree, matrix, axis, finite, flag):
-    """Rows weighted by a traced matrix; weights of copies that are not finite as in `mix`."""
+    """Rows weighted by a traced matrix; rows that are not finite are handled as in `mix`."""
     if axis.device_axis:
         raise ValueError(
             "a Simulated round needs all replicas on one device: use jax.vmap without "

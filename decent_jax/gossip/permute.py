@@ -1,7 +1,7 @@
-"""Where the replicas are, a permutation of them as slices and ``ppermute``, and weights of rows.
+"""Placement of replicas, their permutation by slices and ``ppermute``, and weights of rows.
 
-Where replicas live on devices of their own a permutation is one ``ppermute`` per array; where a
-device holds several it is slices, and one ``ppermute`` for each permutation of devices in it.
+With one replica per device a permutation is one ``ppermute`` per array. With several per device it
+is slices, and one ``ppermute`` for each permutation of devices that it contains.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ SMALL = 64 * 1024  # bytes; arrays below it travel together
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
-    """The axis that counts the replicas: ``devices`` on mesh axes, ``block`` rows on each.
+    """The replica axis: ``devices`` on mesh axes, ``block`` rows on each.
 
     Replica i is row ``i % block`` of device ``i // block``.
     """
@@ -48,9 +48,9 @@ class ReplicaAxis:
 
     @staticmethod
     def over(axis_name: AxisName) -> "ReplicaAxis":
-        """The axis of that name, or of those: mesh axes, a vmapped axis, or both in this order.
+        """The axis of that name or names: mesh axes, a vmapped axis, or both in this order.
 
-        Several mesh axes count as one, of which the last varies fastest.
+        Several mesh axes are flattened into one; the last varies fastest.
         """
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -119,10 +119,10 @@ class ReplicaAxis:
 
 
 def _check_one_device(rows: jax.Array, name: str) -> None:
-    """Warns where vmapped replicas seem to lie on several devices; raises where they surely do.
+    """Warns if vmapped replicas seem to lie on several devices; raises if they certainly do.
 
-    The type of a traced array says how Explicit axes of a mesh divide it, but nothing about Auto
-    axes. For those, the sign is an axis in the mesh in context with the name of the vmapped one.
+    The type of a traced array shows how Explicit axes of a mesh shard it, but nothing about Auto
+    axes. For those, the hint is an axis of the current mesh with the name of the vmapped axis.
     """
     told = (
         f"the replicas vmapped over {name!r} lie on several devices, and each would gather all of "
@@ -136,12 +136,12 @@ def _check_one_device(rows: jax.Array, name: str) -> None:
 
 
 def expand(flags: jax.Array, rows: jax.Array) -> jax.Array:
-    """(block,) reshaped to broadcast with (block, ...), so that no rank is promoted."""
+    """(block,) reshaped to broadcast with (block, ...) without rank promotion."""
     return flags.reshape(flags.shape + (1,) * (rows.ndim - 1))
 
 
 def clean(rows: jax.Array, finite: jax.Array | None) -> jax.Array:
-    """(block, ...) with zeros for replicas that are not finite; None: as they are."""
+    """(block, ...) with zeros for replicas that are not finite; None: unchanged."""
     if finite is None:
         return rows
     return jnp.where(expand(finite, rows), rows, jnp.zeros_like(rows))
@@ -153,18 +153,18 @@ def at_least_float32(x: jax.Array) -> jnp.dtype:
 
 
 def squared_norm(x: jax.Array) -> jax.Array:
-    """() float32 or wider: the sum of squares, of complex numbers those of the magnitudes."""
+    """() float32 or wider: the sum of squared magnitudes."""
     magnitude = jnp.abs(x) if jnp.iscomplexobj(x) else x
     return jnp.square(magnitude.astype(at_least_float32(magnitude))).sum()
 
 
 def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
-    """The rows that the replicas of this device receive; any row for a replica that is idle.
+    """The rows that the replicas of this device receive; an arbitrary row for an idle replica.
 
     Args:
       rows: (block, ...), sent by the replicas of this device.
       send: the permutation of all replicas.
-      axis: where they are.
+      axis: the replica axis.
 
     Returns:
       (block, ...).
@@ -197,18 +197,18 @@ def together(
 ) -> list[jax.Array]:
     """``move`` of each array, calling it once for all small arrays of a dtype.
 
-    Over gloo, from processes of several devices, it is once for all of a dtype: the devices of a
-    process wait for each other before each collective, and while they do, on cores that the
-    gradient keeps busy, nothing travels. With one device each, small messages are 5% faster.
+    Over gloo, in processes with several devices, it is called once for all arrays of a dtype. The
+    devices of a process wait for each other before each collective, on cores that the gradient
+    keeps busy, and nothing travels meanwhile. With one device each, small messages are 5% faster.
 
     Args:
       move: keeps shapes and dtypes.
-      arrays: with the same ``leading`` dimensions; small ones are flattened beyond these.
-      axis: with one device nothing travels, so nothing is packed.
-      leading: how many dimensions all arrays share.
+      arrays: with the same ``leading`` dimensions; small ones are flattened after these.
+      axis: with one device nothing is sent, so nothing is packed.
+      leading: number of dimensions that all arrays share.
     """
     in_step = gloo.used() and axis.devices > jax.process_count()
-    packs: dict[object, list[int]] = {}  # by dtype those that travel together, the others alone
+    packs: dict[object, list[int]] = {}  # packed arrays by dtype, the others separately
     for k, x in enumerate(arrays):
         size = math.prod(x.shape[leading:]) * x.dtype.itemsize
         joins = axis.devices > 1 and (size < SMALL or in_step) and not _sharded()
@@ -227,13 +227,13 @@ def together(
 
 
 def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> list[Any]:
-    """Weights of the own copy and of each send: a float where all replicas agree, or (block,).
+    """Weights of the own row and of each send: a float if equal on all replicas, or (block,).
 
     Args:
       rnd: a round without groups.
-      axis: where its replicas are.
-      finite: (block,) bool, or None. A sender that is not finite has weight 0, and its share goes
-        to the receiver's own copy; a receiver that is not takes the others, renormalised.
+      axis: the replica axis.
+      finite: (block,) bool, or None. A sender that is not finite has weight 0, and the receiver
+        gives its share to itself; a non-finite receiver takes the others, renormalized.
     """
     per_replica = [rnd.self_weights, *(send.weights for send in rnd.sends)]
     if finite is None:
@@ -255,9 +255,9 @@ def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> lis
 
 
 def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence[Any], guarded: bool) -> jax.Array:
-    """``sum_k weights[k] * blocks[k]``; where guarded, a weight of 0 takes nothing, not 0 * NaN.
+    """``sum_k weights[k] * blocks[k]``; if guarded, a weight of 0 adds 0, not 0 * NaN.
 
-    Summed in float32 at least: in bfloat16 three weights of 1/3 have the sum 1.002.
+    Summed in float32 at least: in bfloat16, three weights of 1/3 sum to 1.002.
     """
     total, wide = None, at_least_float32(blocks[0])
     for rows, weight in zip(blocks, weights, strict=True):
@@ -286,10 +286,10 @@ def _sharded() -> bool:
 def route(
     sources: np.ndarray, d: int, b: int
 ) -> list[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """Rows grouped by the permutation of devices that brings them.
+    """Rows grouped by the permutation of devices that moves them.
 
-    Where there is none, since the rows of a device go to different rows of others or to several
-    devices at once, by the cyclic shift of devices, with rows that fill the tables.
+    If there is none, because the rows of a device go to different rows of others or to several
+    devices at once, they are grouped by cyclic shifts of the devices, with padding rows.
 
     Args:
       sources: (d b,) int, the sender to each replica, or -1.
@@ -334,7 +334,7 @@ def _by_shifts(table: np.ndarray) -> list[tuple[tuple[int, ...], np.ndarray, np.
 
 
 def _take(rows: jax.Array, which: np.ndarray, axis: ReplicaAxis) -> jax.Array:
-    """Each device's ``rows[which[device]]``; a few slices of runs cost less than a gather."""
+    """Each device's ``rows[which[device]]``; a few contiguous slices cost less than a gather."""
     if (which != which[0]).any():
         return rows[jnp.asarray(which)[jax.lax.axis_index(axis.device_axis)]]
     order = which[0]

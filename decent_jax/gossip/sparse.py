@@ -1,13 +1,13 @@
-"""Codecs that send some of the numbers of an array only.
+"""Codecs that send only some of the numbers of an array.
 
 | codec | sent for N numbers | error |
 |---|---|---|
-| `TopK(f)` | 8 f N bytes: values and places | all but the largest f N dropped |
+| `TopK(f)` | 8 f N bytes: values and indices | all but the largest f N dropped |
 | `ChunkedTopK(f, c)` | (2 + log2 c) f N / 8 + 4 N / c bytes | the same in chunks of c, in 2 bits |
 
-Top-k is for differences whose rest is kept and sent later (`decent_jax.optim.sparseloco`,
-`decent_jax.optim.contrib.choco`); `decent_jax.gossip.mix` refuses it for parameters, of which it
-would never send the small ones.
+Top-k is for differences whose residual is kept and sent later (`decent_jax.optim.sparseloco`,
+`decent_jax.optim.contrib.choco`). `decent_jax.gossip.mix` refuses it for parameters, because small
+parameters would never be sent.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from decent_jax.gossip.codecs import Array, Codec, Parts
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """The ``fraction`` of largest magnitude, at least one number, as values and places."""
+    """The ``fraction`` of largest magnitude, at least one number, as values and indices."""
 
     fraction: float
 
@@ -39,10 +39,10 @@ class TopK(Codec):
 class ChunkedTopK(Codec):
     """The ``density`` of largest magnitude of every chunk, at least one number, in ``bits`` each.
 
-    An array is cut into chunks of ``chunk`` numbers (one of its size if it is smaller; zeros fill
-    the last). With 2 bits a number becomes its sign, and whether its magnitude is at least the mean
-    of those sent from its chunk; it is decoded as the mean of its half, a bfloat16 per half and
-    chunk. This never enlarges an error: what is decoded is nearer to x than zero is.
+    An array is cut into chunks of ``chunk`` numbers (a single chunk if it is smaller; the last one
+    is zero-padded). With 2 bits a number becomes its sign, and whether its magnitude is at least
+    the mean of those sent from its chunk. It is decoded as the mean of its half, a bfloat16 per
+    half and chunk. This never increases an error: the decoded array is closer to x than zero is.
 
     The defaults are those of SparseLoCo (Sarfi et al. 2025), 64 of 4096: 116 bytes for 16,384.
     """
@@ -88,7 +88,7 @@ class ChunkedTopK(Codec):
         return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
     def _sizes(self, size):
-        """(chunks, numbers per chunk, of them sent)."""
+        """(chunks, numbers per chunk, numbers sent per chunk)."""
         width = min(self.chunk, size)
         return -(-size // width), width, _kept(self.density, width)
 
@@ -98,18 +98,18 @@ def _kept(fraction: float, size: int) -> int:
 
 
 def _bits_for(width: int) -> int:
-    """Bits of a place in a chunk."""
+    """Bits of an index into a chunk."""
     return max(1, (width - 1).bit_length())
 
 
 def _pack(numbers: jax.Array, bits: int) -> jax.Array:
-    """(rows, k) whole numbers below 2^bits to (rows, ceil(bits k / 8)) uint8."""
+    """(rows, k) integers below 2^bits to (rows, ceil(bits k / 8)) uint8."""
     digits = (numbers[..., None] >> jnp.arange(bits)[None, None]) & 1
     return jnp.packbits(digits.reshape(len(numbers), -1).astype(jnp.uint8), axis=1)
 
 
 def _unpack(packed: jax.Array, bits: int, k: int) -> jax.Array:
-    """The (rows, k) int32 of `_pack`."""
+    """The inverse of `_pack`: (rows, k) int32."""
     digits = jnp.unpackbits(packed, axis=1, count=bits * k).reshape(len(packed), k, bits)
     return (digits.astype(jnp.int32) << jnp.arange(bits)[None, None]).sum(axis=2)
 

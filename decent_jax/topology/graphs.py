@@ -1,9 +1,9 @@
 """The named schedules: rings, exponential graphs, grids, Base-(k+1), and random ones.
 
 Every round is compiled, so a random schedule is a cycle like any other: its rounds are drawn once,
-from a seed, when it is made. NumPy's `RandomState` never changes what it draws, so a seed means the
-same schedule in every process, on every machine and after a resume. A draw that does not connect
-all replicas over a period is drawn again.
+from a seed, when the schedule is built. The stream of NumPy's `RandomState` never changes, so a
+seed means the same schedule in every process, on every machine and after a resume. Rounds that do
+not connect all replicas over a period are drawn again.
 """
 
 import functools
@@ -46,7 +46,7 @@ def static_exp(n: int) -> list[Round]:
 
 
 def _equal_shifts(n: int, shifts: Collection[int]) -> Round:
-    """Replica i averages with equal weights with all replicas i - shift."""
+    """Replica i averages with all replicas i - shift, with equal weights."""
     received = sum(np.roll(np.eye(n), shift, axis=0) for shift in shifts)
     return round_of((np.eye(n) + received) / (len(shifts) + 1))
 
@@ -101,7 +101,7 @@ def torus(n: int, *, rows: int | None = None) -> list[Round]:
 
 def _lattice(n: int, rows: int | None, wraps: bool) -> Round:
     """Replica i in row ``i // columns`` and column ``i % columns`` receives from its neighbours."""
-    if rows is None:  # as square as n allows; a prime n makes one line
+    if rows is None:  # as square as n allows; a prime n gives one line
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 1 or n % rows:
         raise ValueError(f"rows must divide them, got {rows}")
@@ -118,14 +118,14 @@ def base_k(n: int, *, max_degree: int = 1) -> list[Round]:
 
     Takezawa, Sato, Bao, Niwa and Yamada, "Beyond Exponential Graph: Communication-Efficient
     Topologies for Decentralized Learning via Finite-time Convergence" (NeurIPS 2023). Three
-    constructions, each made of the one before; all matrices are symmetric and doubly stochastic:
+    constructions, each built from the previous one, all symmetric and doubly stochastic:
 
     - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbers in a mixed
       radix with digits n_1, ..., n_L <= k+1, and round l averages those that differ in digit l;
     - **simple Base-(k+1)**, for any n: the replicas are split by the digits of n in base k+1, n =
-      sum_l a_l (k+1)^p_l. Each part averages, then part after part hands its mean to the rest;
+      sum_l a_l (k+1)^p_l. Each part averages, then the parts in turn pass their means to the rest;
     - **Base-(k+1)**, n = p q with p free of prime factors above k+1 and q free of those up to it: p
-      copies of the simple graph of q side by side, then hyper-hypercubes of p across them; or the
+      parallel copies of the simple graph of q, then hyper-hypercubes of p across them; or the
       simple graph of n where that takes fewer rounds.
     """
     if max_degree < 1:
@@ -155,7 +155,7 @@ def _hyper_hypercube(n: int, k: int) -> list[np.ndarray]:
 def _simple(n: int, k: int) -> list[np.ndarray]:
     if _split_factors(n, k)[1] == 1:
         return _hyper_hypercube(n, k)
-    # One part a digit a of n, the highest first: (a, (k+1)^p), a sets of (k+1)^p replicas.
+    # One part per digit a of n, the highest first: (a, (k+1)^p), a sets of (k+1)^p replicas.
     parts, first = [], 0
     for size in reversed([(k + 1) ** p for p in range(n.bit_length())]):
         count = (n - first) // size
@@ -169,7 +169,7 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
     for m in range(start + 1 + len(again[0])):
         matrix = np.eye(n)
         for index, part in enumerate(parts):
-            since = m - start - index  # the part's turn to hand over comes at 0
+            since = m - start - index  # the part passes its mean on at 0
             if m < len(inside[index]):
                 matrix[np.ix_(part.ravel(), part.ravel())] = inside[index][m]
             elif since == 0 and index < len(parts) - 1:
@@ -184,10 +184,11 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
     """Every replica after ``part`` averages with one replica of each of its sets, in ``matrix``.
 
-    All of the part hold its mean, and those after it are fewer than a set has members. With the
-    weight |part| / (a remaining), ``remaining`` the replicas of the part and after it, those after
-    it get the mean of both on average, and so does each set, which then averages inside. The
-    replicas without a partner average among themselves, k+1 at a time.
+    All replicas of the part hold its mean, and the replicas after it are fewer than the members
+    of a set. With the weight |part| / (a remaining), where ``remaining`` counts the replicas of the
+    part and after it, the replicas after it get the mean of both on average, and so does each set,
+    which then averages internally. Replicas without a partner average among themselves, k+1 at a
+    time.
     """
     count, size = part.shape
     after = np.arange(part[-1, -1] + 1, part[0, 0] + remaining)
@@ -255,7 +256,7 @@ def random_matching(
 def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
     """Column stochastic only: each replica sends to ``degree`` others."""
     if degree is None:
-        # Nobody may be left without a sender: 2 up to 16 replicas, then about ln n.
+        # Every replica needs a sender: degree 2 up to 16 replicas, then about ln n.
         degree = min(max(2, math.ceil(math.log(n / 2.2))), n - 1)
     if not 1 <= degree < n:
         raise ValueError(f"degree must be from 1 to n - 1 = {n - 1}, got {degree}")
@@ -291,7 +292,7 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> list[
 
 def erdos_renyi(n: int, *, probability: float | None = None, seed: int = 0) -> list[Round]:
     if probability is None:
-        probability = min(1.0, 2 * math.log(n) / n)  # twice where such graphs become connected
+        probability = min(1.0, 2 * math.log(n) / n)  # twice the connectivity threshold
     if not 0 < probability <= 1:
         raise ValueError(f"probability must be above 0 and at most 1, got {probability}")
     rng = _random_state(seed)
@@ -328,7 +329,7 @@ def _random_state(seed: int) -> np.random.RandomState:
 
 
 def _connected(draw: Callable[[], list[Round]], hint: str) -> list[Round]:
-    """The first drawn rounds that connect all replicas."""
+    """Draw rounds until they connect all replicas."""
     for _ in range(DRAWS):
         rounds = draw()
         if connected_parts([rnd.matrix for rnd in rounds]).max() == 0:
@@ -337,7 +338,7 @@ def _connected(draw: Callable[[], list[Round]], hint: str) -> list[Round]:
 
 
 def _matching(n: int, rng: np.random.RandomState) -> np.ndarray:
-    """(n,) partners: consecutive members of a random order; the last of an odd number idles."""
+    """(n,) partners: consecutive members of a random order; if n is odd, the last is idle."""
     order = rng.permutation(n)
     first, second = order[: n - n % 2].reshape(-1, 2).T
     partner = np.full(n, -1)
@@ -357,9 +358,10 @@ def _matching_of(graph: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
 def _regular(n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
     """(n, n) bool: a random simple graph in which every replica has ``degree`` neighbours.
 
-    Free ends of edges are joined at random; ends that may not be joined (oneself, or a neighbour
-    already) are mixed and joined again, and all starts over if no two of them may be. This is
-    uniform over all such graphs up to an error that vanishes with n (Steger and Wormald 1999).
+    Free ends of edges are joined at random. Ends that may not be joined (to oneself, or to an
+    existing neighbour) are shuffled and joined again; if no two of them may be joined, everything
+    restarts. This is uniform over all such graphs up to an error that vanishes with n (Steger and
+    Wormald 1999).
     """
     while True:
         neighbours = np.zeros((n, n), bool)

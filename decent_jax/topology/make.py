@@ -44,18 +44,18 @@ def make(
     | ``random_out(degree=..., seed=0)`` | i sends to random others; for push-sum | any |
 
     Write parameters in the name or pass them as keywords: ``make("base_k(max_degree=2)", 7)`` is
-    ``make("base_k", 7, max_degree=2)``. `Schedule.name` holds those you pass and makes the same
-    schedule again. One replica is the identity under every name.
+    ``make("base_k", 7, max_degree=2)``. `Schedule.name` contains them, so it builds the same
+    schedule again. With one replica, every name is the identity.
 
     - ``grid``, ``torus``, ``star``, ``random_regular`` and ``erdos_renyi`` are one round with
       Metropolis-Hastings weights. ``rows`` is by default the largest divisor of n up to its root
-      (a prime n makes a line, or a ring), ``probability`` 2 ln(n) / n, and the ``degree`` of
-      ``random_out`` 2 up to 16 replicas, beyond about ln(n / 2).
+      (a prime n gives a line, or a ring), ``probability`` 2 ln(n) / n, and the ``degree`` of
+      ``random_out`` 2 up to 16 replicas, then about ln(n / 2).
     - Random schedules are drawn once from ``seed``, the same everywhere. ``random_matching`` and
-      ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is compiled on its own**: a
+      ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is compiled separately**: a
       step that compiles in a minute takes ``rounds`` minutes. On average a round multiplies the
       squared consensus distance by (n - 2) / (2 (n - 1)); by 1/2 in ``random_matching`` with odd n,
-      where one replica idles.
+      where one replica is idle.
     - ``equi_dynamic`` is OD-EquiDyn with all shifts; its ``(1 - eta) I + eta A`` mixes best where
       both weights are 1/2, which they are here. Shifts are drawn without repetition, so the period
       is at most n - 1.
@@ -63,19 +63,19 @@ def make(
       Kronecker product W = A (x) B of round r of ``outer`` over nodes, A, and round r of ``inner``
       inside a node, B: a node mixes, then its replica l with the replicas l of other nodes. The
       period is the least common multiple of both; ||W - J|| is the larger of ||A - J|| and
-      ||B - J||. With ``complete`` inside it is a mean over the node and outer's messages; an inner
-      schedule of d messages makes (d + 1)(d_outer + 1) - 1 of them.
+      ||B - J||. With ``complete`` inside, a round is a mean over the node plus outer's messages; an
+      inner schedule with d messages makes it (d + 1)(d_outer + 1) - 1 messages.
 
     - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (a replica
-      without a free neighbour idles), and with ``meet=p`` a pair meets with probability p: local
-      steps between meetings are then geometric with mean 1/p.
+      without a free neighbour is idle), and with ``meet=p`` a pair averages with probability p:
+      local steps between averages are then geometric with mean 1/p.
     - ``periodic_average(inner, every)`` is Gossip-PGA (Chen et al. 2021). Rounds that repeat are
       compiled once.
     - ``random_out`` is column stochastic only: for `decent_jax.optim.push_sum`.
 
     ``replicas_per_node`` (replicas per node; a node's replicas are consecutive) matters to
-    ``alternating_exp_ring`` and ``hierarchical`` only. Numbers to choose by: `Schedule.summary` and
-    ``docs/topologies.md``.
+    ``alternating_exp_ring`` and ``hierarchical`` only. To choose one, see
+    `Schedule.summary` and ``docs/topologies.md``.
 
     Raises:
       ValueError: a name that cannot be read, an unknown schedule or parameter, a value out of
@@ -91,7 +91,7 @@ def make(
     for what, value in (("num_replicas", num_replicas), ("replicas_per_node", replicas_per_node)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise ValueError(f"{what} of a schedule must be a whole number, got {shown(value)}")
-    # Without parameters the likelier mistake is the name, whatever it is made of.
+    # Without parameters, the likelier mistake is the name.
     is_plain = "(" not in name and name.strip() not in _BUILDERS
     spec, build = _bound(Spec(name) if is_plain else parse(name), parameters)
     machine.check_memory(4 * 8 * num_replicas**2, f"a schedule of {num_replicas} replicas")
@@ -111,7 +111,7 @@ def make(
 def repeat(schedule: Schedule, times: int) -> Schedule:
     """The schedule with its period repeated ``times`` times, as distinct rounds.
 
-    For methods that treat each differently (`decent_jax.optim.diloco` with fragments).
+    For methods that treat each round differently (`decent_jax.optim.diloco` with fragments).
 
     >>> repeat(make("complete", 4), 3).period
     3
@@ -183,17 +183,17 @@ _BUILT_IN = frozenset(_BUILDERS)
 
 
 def register(name: str, builder: Builder, *, column_stochastic: bool = False) -> None:
-    """Make a topology of your own known to `make`, and so to configs, by its name.
+    """Register your own topology for `make`, and so for configs, under a name.
 
     Args:
-      name: a word that no schedule has.
-      builder: ``builder(n, *, parameter=default) -> rounds``; the keyword-only parameters, with
-        their types, are those of the name. One called ``replicas_per_node`` receives the config's.
+      name: a word that is not yet a schedule.
+      builder: ``builder(n, *, parameter=default) -> rounds``; the name takes the keyword-only
+        parameters, with their types. One called ``replicas_per_node`` comes from the config.
       column_stochastic: rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:
-      ValueError: the name is taken, or is not a word; or the function does not take ``n``. The
-        function of the same name and module may register again, as in a notebook's cell.
+      ValueError: the name is taken, or is not a word; or the function does not take ``n``. A
+        function of the same name and module may register again, as in a notebook cell.
     """
     if not name.isidentifier():
         raise ValueError(f"the name of a schedule must be a word, got {name!r}")
@@ -207,7 +207,7 @@ def register(name: str, builder: Builder, *, column_stochastic: bool = False) ->
 
 
 def _check_rounds(name: str, rounds: Any, n: int) -> None:
-    """Raises ValueError where this machine cannot hold so many rounds."""
+    """Raises ValueError if this machine cannot hold so many rounds."""
     machine.check_memory(
         rounds * (8 * n * n + _ROUND_BYTES), f"{name} with {shown(rounds)} rounds of {n} replicas"
     )
@@ -216,7 +216,7 @@ def _check_rounds(name: str, rounds: Any, n: int) -> None:
 def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
     """The spec of `Schedule.name`, and ``build(n, replicas_per_node)``.
 
-    Checks all that does not depend on n, in the schedules inside it too.
+    Checks everything that does not depend on n, also in nested schedules.
     """
     builder = _BUILDERS.get(spec.name)
     if builder is None:

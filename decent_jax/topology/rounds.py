@@ -13,9 +13,9 @@ from scipy.sparse.csgraph import connected_components, maximum_bipartite_matchin
 class Send:
     """One message per replica: a (partial) permutation of the replicas.
 
-    sources: (n,) int; replica i receives from ``sources[i]``, or idles where that is -1. No
+    sources: (n,) int; replica i receives from ``sources[i]``, or is idle if that is -1. No
         replica appears twice.
-    weights: (n,) float64; what replica i multiplies the received parameters by (0 where idle).
+    weights: (n,) float64; replica i's weight for the parameters it receives (0 where idle).
     """
 
     sources: np.ndarray
@@ -56,7 +56,7 @@ class Round:
     def largest_clique(self) -> int:
         """The most replicas that one collective of this round connects, directly or through others.
 
-        For each such set XLA on GPUs makes a communicator. Pairs are sets of 2, and a shift by k
+        XLA on GPUs creates a communicator for each such set. Pairs are sets of 2, and a shift by k
         of n replicas connects n / gcd(n, k).
         """
         largest, n = self.group_size, len(self.self_weights)
@@ -69,11 +69,11 @@ class Round:
 
     @functools.cached_property
     def between_groups(self) -> "Round | None":
-        """The round of the groups' means, of n / group_size replicas, one for each group.
+        """The round between the groups' means, over n / group_size replicas, one per group.
 
         ``matrix = between_groups.matrix (x) mean of a group``. A group then needs to send each
-        message once, in parts of 1 / group_size, not once per member. None without groups, if they
-        send nothing, or if members of a group receive from different groups.
+        message once, in parts of 1 / group_size, not once per member. None if there are no groups,
+        if they send nothing, or if members of a group receive from different groups.
         """
         g = self.group_size
         if g == 1 or not self.sends:
@@ -125,7 +125,7 @@ def _sender_groups(sources: np.ndarray, g: int) -> np.ndarray:
 
 
 def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) -> Round:
-    """The round with this communication, and with the matrix that it amounts to."""
+    """The round with this communication and the resulting matrix."""
     matrix = np.diag(self_weights)
     for send in sends:
         receivers = np.flatnonzero(send.sources >= 0)
@@ -137,7 +137,7 @@ def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) 
 
 
 def pairwise(sources: np.ndarray, group_size: int = 1) -> Round:
-    """Replica i averages, 1/2 each, with what ``sources[i]`` sends; it idles where that is -1."""
+    """Replica i averages with ``sources[i]``, 1/2 each; it is idle where that is -1."""
     sources = np.asarray(sources)
     weights = np.where(sources >= 0, 0.5, 0.0)
     return assembled(group_size, 1 - weights, [Send(sources, weights)])
@@ -174,7 +174,7 @@ def round_of(matrix: np.ndarray) -> Round:
 
 
 def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
-    """Metropolis-Hastings weights of an undirected graph, doubly stochastic on any.
+    """Metropolis-Hastings weights, doubly stochastic on any undirected graph.
 
     ``W[i, j] = 1 / (1 + max(d_i, d_j))`` for neighbours i and j of degrees d_i and d_j; the
     rest of a row is the replica's weight to itself (Xiao, Boyd and Lall 2005).
@@ -186,7 +186,7 @@ def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
       (n, n) float64.
 
     Raises:
-      ValueError: where ``neighbours`` is not symmetric.
+      ValueError: ``neighbours`` is not symmetric.
 
     >>> star = np.zeros((4, 4), bool)
     >>> star[0, 1:] = star[1:, 0] = True
@@ -221,7 +221,7 @@ def kron(outer: Round, inner: Round) -> Round:
         group_size = outer.group_size * local
     elif outer.group_size > 1:  # replicas l of several nodes are not consecutive: no group mean
         outer = round_of(outer.matrix)
-    # The own copy is a message to oneself.
+    # A replica's own term counts as a message to itself.
     own, *sends = (
         _both(nodes, replicas, local)
         for nodes in (Send(np.arange(len(outer.matrix)), outer.self_weights), *outer.sends)
@@ -232,7 +232,7 @@ def kron(outer: Round, inner: Round) -> Round:
 
 
 def connected_parts(matrices: Sequence[np.ndarray]) -> np.ndarray:
-    """(n,) int: replicas with equal numbers reach each other both ways by entries above 0."""
+    """(n,) int: replicas with equal labels reach each other both ways by entries above 0."""
     arrows = csr_array(np.sum(matrices, axis=0) > 0)
     return connected_components(arrows, directed=True, connection="strong")[1]
 
@@ -248,7 +248,7 @@ def _matchings(support: np.ndarray, degree: int) -> list[np.ndarray]:
     """Split a directed graph of largest degree d into d partial permutations (König 1916).
 
     Dummy edges make the bipartite graph receivers x senders d-regular; a regular bipartite graph
-    has a perfect matching, and taking one away leaves it (d-1)-regular.
+    has a perfect matching, and removing one leaves it (d-1)-regular.
     """
     real = support.astype(np.int64)
     padded = real.copy()

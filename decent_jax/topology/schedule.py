@@ -1,4 +1,4 @@
-"""A cycle of rounds: how it shrinks disagreement, what it sends, and which matrices it refuses."""
+"""A cycle of rounds: its consensus rate, its messages, and the matrices it refuses."""
 
 import dataclasses
 import functools
@@ -39,9 +39,9 @@ class Schedule:
 
     @property
     def sends_sums(self) -> bool:
-        """Whether some round averages in groups and then sends: sums, which no codec can code.
+        """Whether some round averages in groups and then sends the sums, which no codec can encode.
 
-        `decent_jax.gossip` refuses a codec there, and the planner leaves it out.
+        `decent_jax.gossip` refuses a codec there, and the planner skips the combination.
         """
         return any(rnd.group_size > 1 and rnd.sends for rnd in self.rounds)
 
@@ -53,8 +53,8 @@ class Schedule:
         """The round of training step ``step`` (0-based), or None where the step does not mix.
 
         With ``mix_every = H`` step t mixes when ``(t + 1) % H == 0``, in round
-        ``(t // H) % period``; where a schedule repeats a round within its period, the first of them
-        (each is compiled once).
+        ``(t // H) % period``. If a schedule repeats a round within its period, this is the number
+        of its first occurrence, so each round is compiled once.
         """
         if mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {mix_every}")
@@ -64,24 +64,24 @@ class Schedule:
 
     @functools.cached_property
     def _first(self) -> list[int]:
-        """For each round the number of the first that is the same object."""
+        """For each round, the number of the first round that is the same object."""
         where = {}
         return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
     def bytes_sent(self, model_bytes: float, *, replicas_per_node: int = 1) -> float:
         """Bytes that the busiest node sends to other nodes per round, on average.
 
-        With the default, bytes the busiest replica sends.
+        With the default, bytes that the busiest replica sends.
         """
         models = [rnd.models_sent_by_nodes(replicas_per_node) for rnd in self.rounds]
         return model_bytes * sum(models) / len(models)
 
     def period_matrix(self) -> np.ndarray:
-        """``W_{T-1} ... W_1 W_0``: what one period does, round 0 first."""
+        """``W_{T-1} ... W_1 W_0``: the product over one period, round 0 first."""
         return next(itertools.islice(self._products(), self.period, None))
 
     def _products(self) -> Iterator[np.ndarray]:
-        """``I``, ``W_0``, ``W_1 W_0``, ... without end."""
+        """``I``, ``W_0``, ``W_1 W_0``, ... indefinitely."""
         product = np.eye(self.num_replicas)
         for rnd in itertools.cycle(self.rounds):
             yield product
@@ -97,7 +97,7 @@ class Schedule:
         return 1.0 if left < 1e-12 else 1.0 - left ** (1 / self.period)
 
     def consensus_rate(self) -> float:
-        """The factor per round by which disagreement shrinks in the long run.
+        """The asymptotic factor per round by which disagreement shrinks.
 
         The spectral radius of ``W_{T-1} ... W_0 - J``, to the power 1/T; 0 when exact.
         """
@@ -138,8 +138,8 @@ class Schedule:
         """The schedule in numbers, by name, for a row of a table.
 
         ``period``, ``degree`` (the largest of its rounds), ``spectral_gap``, ``consensus_rate``,
-        ``exact_after`` (rounds; None: never) and ``models_sent``, what the busiest replica sends
-        per step on average, in models; with ``model_bytes`` also ``bytes_sent``.
+        ``exact_after`` (rounds; None: never) and ``models_sent``, the models that the busiest
+        replica sends per step on average; with ``model_bytes`` also ``bytes_sent``.
 
         >>> from decent_jax import topology
         >>> topology.make("one_peer_exp", 8).summary(model_bytes=1000)
@@ -170,17 +170,17 @@ class Schedule:
 
     @staticmethod
     def from_matrices(matrices: Sequence[np.ndarray], name: str = "custom") -> "Schedule":
-        """A schedule of your own mixing matrices (row i: the weights replica i gives).
+        """A schedule from your own mixing matrices (row i: the weights that replica i gives).
 
         Every matrix must be square and non-negative with rows and columns that sum to 1, and the
-        schedule must reach consensus. Sums may be off by 1e-9, and a weight that rounding has left
-        as much below 0 counts as 0. (Rows need not sum to 1 for `decent_jax.optim.push_sum`: give
-        a builder of such rounds to `decent_jax.topology.register`.)
+        schedule must reach consensus. Sums may be off by 1e-9, and weights down to -1e-9, from
+        rounding, count as 0. (Rows need not sum to 1 for `decent_jax.optim.push_sum`: pass a
+        builder of such rounds to `decent_jax.topology.register`.)
 
         Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
 
         Raises:
-          ValueError: naming the round and what is wrong with it.
+          ValueError: naming the round and the problem.
         """
         arrays = [_real(matrix, r) for r, matrix in enumerate(matrices)]
         if not arrays:
@@ -202,10 +202,10 @@ class Schedule:
         """One static round over an undirected networkx graph; replica i is the i-th of its nodes.
 
         The weights are Metropolis-Hastings. Edge attributes, parallel edges and edges to oneself
-        are ignored; for weights of your own, or a directed graph, use `from_matrices`.
+        are ignored; for your own weights, or a directed graph, use `from_matrices`.
 
         Raises:
-          ValueError: where the graph is directed, has no nodes, or does not connect all of them.
+          ValueError: the graph is directed, has no nodes, or is not connected.
 
         >>> import networkx                                                     # doctest: +SKIP
         >>> Schedule.from_networkx(networkx.petersen_graph()).spectral_gap()    # doctest: +SKIP
@@ -228,7 +228,7 @@ class Schedule:
 
 
 def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: bool = False) -> None:
-    """Raises ValueError where ``matrix``, of round ``r``, is not a mixing matrix of n replicas."""
+    """Raises ValueError if ``matrix``, of round ``r``, is not a mixing matrix of n replicas."""
     if matrix.ndim != 2 or matrix.shape != (n, n) or n == 0:
         raise ValueError(
             f"round {r}: a mixing matrix must be square and alike in every round, "
@@ -248,7 +248,7 @@ def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: boo
 
 
 def _real(matrix: Any, r: int) -> np.ndarray:
-    """A float64 copy of a round's matrix, since the caller's may change."""
+    """A float64 copy of a round's matrix, because the caller may change the original."""
     try:
         given = np.asarray(matrix)
         if not np.can_cast(given.dtype, np.float64, "same_kind"):
@@ -263,7 +263,7 @@ def _real(matrix: Any, r: int) -> np.ndarray:
 
 
 def check_connected(name: str, matrices: Sequence[np.ndarray]) -> None:
-    """Raises ValueError where information does not reach every replica over a period."""
+    """Raises ValueError if information does not reach every replica over a period."""
     label = connected_parts(matrices)
     if label.max() > 0:
         first, second = (np.flatnonzero(label == k).tolist() for k in (0, 1))

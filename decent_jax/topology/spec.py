@@ -1,12 +1,12 @@
-"""How a schedule is written in one string: ``NAME`` or ``NAME(parameter=value, ...)``.
+"""The string form of a schedule: ``NAME`` or ``NAME(parameter=value, ...)``.
 
     spec      =  NAME [ "(" [ argument { "," argument } ] ")" ]
     argument  =  [ NAME "=" ] value
     value     =  whole number | decimal number | spec
 
-A parameter that is a schedule may stand without its name, in order: ``hierarchical(complete,
-one_peer_exp)``; a number always has one: ``base_k(max_degree=2)``. Nothing is evaluated:
-it is a Python expression, of which only the syntax is read.
+A parameter that is a schedule may be positional: ``hierarchical(complete, one_peer_exp)``; a
+number always needs its name: ``base_k(max_degree=2)``. The string is parsed as a Python
+expression and never evaluated.
 """
 
 import ast
@@ -21,7 +21,7 @@ import numpy as np
 
 from decent_jax.ground.format import shown
 
-_LONGEST = 300  # characters, and so a bound on how deep schedules are nested
+_LONGEST = 300  # characters; this also bounds how deeply schedules are nested
 
 Value = Union[int, float, "Spec"]
 
@@ -89,7 +89,7 @@ def bind(
     """The values that ``spec`` and ``keywords`` give to ``parameters``, checked, in their order.
 
     Raises:
-      ValueError: a parameter that is unknown, given twice, unnamed or of another type.
+      ValueError: a parameter is unknown, given twice, unnamed or of the wrong type.
     """
     schedules = [key for key, parameter in parameters.items() if parameter.annotation is Spec]
     given = {}
@@ -112,7 +112,7 @@ def bind(
 def unnamed(
     given: Mapping[str, Value], order: Iterable[str]
 ) -> tuple[tuple[str | None, Value], ...]:
-    """The given values as the arguments of a `Spec`: the first schedules without their names."""
+    """The given values as arguments of a `Spec`: the first schedules are positional."""
     first = list(itertools.takewhile(lambda key: isinstance(given.get(key), Spec), order))
     return tuple((None if key in first else key, value) for key, value in given.items())
 
@@ -122,7 +122,7 @@ def _takes(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def _read(name: str, key: str, value: Any, annotation: Any) -> Value:
-    """``value`` in the type of the parameter; scalars of NumPy are accepted."""
+    """``value`` in the type of the parameter; NumPy scalars are accepted."""
     kinds = getattr(annotation, "__args__", (annotation,))
     value = value.item() if isinstance(value, np.generic) else value
     if Spec in kinds:
