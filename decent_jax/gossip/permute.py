@@ -176,8 +176,7 @@ def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
     for device_map, to_rows, from_rows in route(send.sources, d, b):
         taken = _take(rows, from_rows, axis)
         if any(source not in (-1, device) for device, source in enumerate(device_map)):
-            pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
-            taken = _ppermute(taken, pairs, axis)
+            taken = _ppermute(taken, pairs_of(device_map), axis)
         begin = sum(map(len, received))
         np.put_along_axis(place, to_rows, begin + np.arange(len(taken))[None], axis=1)
         received.append(taken)
@@ -276,6 +275,25 @@ def _ppermute(x: jax.Array, pairs: list[tuple[int, int]], axis: ReplicaAxis) -> 
     if may_sum and gloo.swap_is_faster(pairs, axis.devices):
         return gloo.swap(x, pairs, axis.device_axis)
     return jax.lax.ppermute(x, axis.device_axis, pairs)
+
+
+def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, target) of each message of a (partial) permutation: D receives from device_map[D].
+
+    On TPUs the permutation is closed: each device that only sends gets the message of one that only
+    receives, and idle ones their own. Nobody looks at these. On two slices of v6e (jax 0.11) others
+    measured that collectives took 5.4 times as long after a permute that was not closed.
+    """
+    pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is None or not described.device_kind.startswith("TPU"):
+        return pairs
+    sources, targets = map(set, zip(*pairs, strict=True))
+    every = range(len(device_map))
+    idle = [device for device in every if device not in sources | targets]
+    from_ends = (device for device in every if device in targets - sources)
+    to_beginnings = (device for device in every if device in sources - targets)
+    return [*pairs, *zip(from_ends, to_beginnings, strict=True), *zip(idle, idle, strict=True)]
 
 
 def _sharded() -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import harness
 import jax
@@ -12,6 +13,7 @@ from mixing import metropolis
 from refusals import refuses
 
 from decent_jax import gossip, topology
+from decent_jax.gossip import permute
 from decent_jax.topology import Schedule
 
 
@@ -397,3 +399,27 @@ def test_narrow_numbers_are_added_in_float32_and_rounded_once(dtype, form, guard
     large = run(jnp.full((n, 4), 30000, dtype))
     for got in large:
         np.testing.assert_array_equal(np.float32(got), np.float32(jnp.asarray(30000, dtype)))
+
+
+# --- Permutes across TPU slices -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_permutes_are_closed_on_tpus_and_nowhere_else(n, monkeypatch):
+    """Each device sends and receives once; one that is idle sends to itself."""
+    rng = np.random.default_rng(n)
+    for receivers in range(1, n + 1):
+        device_map = np.full(n, -1)
+        chosen = rng.permutation(n)[:receivers]
+        device_map[chosen] = rng.permutation(n)[:receivers]
+        wanted = {(source, device) for device, source in enumerate(device_map) if source >= 0}
+        for kind, closed in (("TPU v6 lite", True), ("TPU7x", True), ("NVIDIA H100", False)):
+            mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+            monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda mesh=mesh: mesh)
+            pairs = permute.pairs_of(device_map.tolist())
+            assert wanted <= set(pairs) and len(pairs) == (n if closed else receivers)
+            sources, targets = map(sorted, zip(*pairs, strict=True))
+            if closed:
+                assert sources == targets == list(range(n))
+            idle = set(range(n)) - set(np.ravel(list(wanted)).tolist())
+            assert all(pair in pairs for pair in zip(idle, idle, strict=True)) or not closed
