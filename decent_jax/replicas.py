@@ -55,6 +55,12 @@ class Placement:
         return self.mesh.devices.flat[0].platform
 
     @property
+    def device_of_each(self) -> list[Any]:
+        """The device of each replica; the first of those that share it."""
+        first = self.mesh.devices.reshape(-1, self.fsdp)[:, 0]
+        return [device for device in first for _ in range(self.block)]
+
+    @property
     def axis_name(self) -> str | tuple[str, str]:
         """The name, in per-replica code, of the axis that counts all replicas."""
         return "replica" if self.block == 1 else ("replica", "block")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
-from decent_jax import optim, topology
+from decent_jax import optim, replicas, topology
 from decent_jax.ground.command_line import output_file
 from decent_jax.train import xla
 
@@ -88,7 +88,7 @@ class Case:
 
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed
-        options = xla.options_of_step(jax.devices()[0].platform, 1, SCHEDULE, None)
+        options = xla.options_of_step(replicas.place(1, jax.devices()[:1]), SCHEDULE, None)
 
         def repeated(state, *fixed):
             return jax.lax.fori_loop(0, LENGTH, lambda _, state: program(state, *fixed), state)

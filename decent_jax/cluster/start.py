@@ -356,19 +356,22 @@ def _threads_for_simulated_devices() -> None:
         os.environ.setdefault("PJRT_NPROC", str(max(4 * count, os.cpu_count() or 1)))
 
 
-def choose_devices(num_replicas: int, wanted: int) -> list[Device]:
+def choose_devices(
+    num_replicas: int, wanted: int, by_process: Sequence[Sequence[Device]] | None = None
+) -> list[Device]:
     """Devices for the replicas, in the order of processes, equally many from each.
 
     Args:
       num_replicas: number of replicas (times the devices of one, where it is sharded).
       wanted: number of devices; 0 takes the largest number that divides ``num_replicas``.
+      by_process: the devices of each process; None: those of this program.
 
     Raises:
       ConfigError: there is no such number, or processes have too few devices.
     """
-    processes = jax.process_count()
-    by_process = [jax.local_devices(process_index=p) for p in range(processes)]
-    available = min(map(len, by_process))
+    if by_process is None:
+        by_process = [jax.local_devices(process_index=p) for p in range(jax.process_count())]
+    processes, available = len(by_process), min(map(len, by_process))
     if wanted == 0:
         fitting = [k for k in range(1, available + 1) if num_replicas % (k * processes) == 0]
         if not fitting:

@@ -107,7 +107,9 @@ def implementation(config: Any) -> Any:
         return config.attention
     head_dim = config.width // config.heads
     fits = config.dtype in ("bfloat16", "float16") and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+    device = jax.sharding.get_abstract_mesh().abstract_device  # may be one that is not here
+    gpu = "NVIDIA" in device.device_kind if device else jax.default_backend() == "gpu"
+    return "cudnn" if fits and gpu else "xla"
 
 
 def attention(

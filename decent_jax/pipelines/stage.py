@@ -71,7 +71,7 @@ class Stage:
         ids = np.array(placement.local_replicas, np.int32)
         rows = placement.per_replica_alone
         self.forward = partial(jax.jit(self._over_rows(self._forward_one)), ids)
-        options = xla.options_of_step(placement.platform, placement.fsdp, schedule, tx)
+        options = xla.options_of_step(placement, schedule, tx)
         backward = jax.jit(
             self._over_rows(self._backward_one), donate_argnums=5, compiler_options=options
         )

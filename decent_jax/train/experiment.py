@@ -45,7 +45,7 @@ class Experiment(NamedTuple):
     rate: optax.Schedule
     tx: optax.GradientTransformationExtraArgs
     hosts: list[str]  # of each replica
-    per_host: int  # replicas on each host; 1 where hosts hold different numbers
+    per_host: int  # replicas on each host (TPU slice); 1 where these hold different numbers
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def open_experiment(
     started = cluster.start(config, workdir)
     placement = _place(config, plan)
     hosts = hosts_of(placement)
-    per_host = replicas_per_host(hosts)
+    per_host = replicas_per_host(slices_of(placement) or hosts)
     if config.schedule == AUTO:
         on_gpus = placement.platform in ("gpu", "cuda")
         config = settle(config, per_host, workdir, on_gpus)
@@ -196,11 +196,21 @@ PAIRS = "hypercube"
 def hosts_of(placement: Placement) -> list[str]:
     """The host of each replica; all processes must call it at the same point."""
     names = cluster.hosts()
-    devices = placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]
-    return [names[device.process_index] for device in devices for _ in range(placement.block)]
+    return [names[device.process_index] for device in placement.device_of_each]
 
 
-def replicas_per_host(hosts: Sequence[str]) -> int:
+def slices_of(placement: Placement) -> list[int] | None:
+    """The slice of each replica on TPUs, None elsewhere.
+
+    Schedules take a slice for a host: a fast network joins the hosts of a slice, a slow one the
+    slices.
+    """
+    if placement.platform != "tpu":
+        return None
+    return [getattr(device, "slice_index", 0) for device in placement.device_of_each]
+
+
+def replicas_per_host(hosts: Sequence[Any]) -> int:
     """Replicas on each host, if all hosts hold equally many, one after the other; else 1.
 
     >>> replicas_per_host("aabb"), replicas_per_host("abab"), replicas_per_host("aab")

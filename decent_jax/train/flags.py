@@ -47,7 +47,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
 
     Raises:
       ConfigError: for anything that is wrong with the command line or the config file.
-      SystemExit: after ``--help`` or ``--show``.
+      SystemExit: after ``--help``, ``--show`` or ``--on``.
     """
     parser = Parser(
         prog=prog,
@@ -67,10 +67,24 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         action="store_true",
         help="open the data, compile and time a step, print what a run takes, and leave",
     )
+    parser.add_argument(
+        "--on",
+        metavar="DEVICES",
+        help="with --check: compile for devices that are not here, and time nothing: v5e:4x4, "
+        "tpu7x:2x2x1,slices=2, h100:2x8 (nodes x GPUs of each)",
+    )
     known, rest = parser.parse_known_args(argv)
     config = override_all(load(known.config), rest)
     if known.show:
         print(_shown(config))
+        sys.exit(0)
+    if known.on and not known.check:
+        why = "goes with --check: on devices that are only described nothing is trained"
+        raise ConfigError.about("--on", known.on, why)
+    if known.on:
+        from decent_jax.train import described
+
+        print("\n".join(described.check_on(config, known.on)))
         sys.exit(0)
     if known.check:
         return config, None

@@ -268,8 +268,9 @@ def summary(clock: Clock) -> dict[str, Any]:
 
 # --- Peaks ----------------------------------------------------------------------------------------
 
-# Peak of a GPU in bfloat16, dense, in TFLOP/s, from the vendors' data sheets (which tend to print
-# twice as much, for sparse matrices); the first row of which all words are in the name counts.
+# Peak of a device in bfloat16, dense, in TFLOP/s, from the vendors' data sheets (those of GPUs tend
+# to print twice as much, for sparse matrices); the first row of which all words are in the name
+# counts. A chip of TPU7x has two devices.
 PEAKS = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -291,6 +292,12 @@ PEAKS = (
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.2),
     ("MI300X", 1307.4),
+    ("TPU v4", 275.0),
+    ("TPU v5 lite", 197.0),
+    ("TPU v5", 459.0),
+    ("TPU v5p", 459.0),
+    ("TPU v6 lite", 918.0),
+    ("TPU7x", 1153.5),
 )
 _PARTS = {"MIG", "Laptop", "D"}  # GPUs that are less than their name says
 

@@ -167,7 +167,7 @@ def make_step(
     """
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
-    options = xla.options_of_step(placement.platform, placement.fsdp, schedule, tx)
+    options = xla.options_of_step(placement, schedule, tx)
 
     def gradients(params, model_state, batch, t):
         """Of the replicas of one device."""

@@ -1,6 +1,7 @@
 """How programs are compiled: XLA's options for a step, its memory, and the user's cache.
 
-The options that the user sets in ``XLA_FLAGS`` take precedence over those here.
+The options that the user sets in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` take precedence over those
+here.
 """
 
 import contextlib
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
+from jax.sharding import SingleDeviceSharding
 
 from decent_jax import cpu
 from decent_jax.ground.format import format_number
 from decent_jax.optim import Delayed, EarlyMixing
+from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 
 # Measured in the programs that XLA makes for H100s (`benchmarks/speed/programs.py`). Without these,
@@ -27,6 +30,14 @@ FOR_GPUS = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 1000,
 }
+# Likewise for described TPUs. Of each, without it, and of the generations for which that holds:
+FOR_TPUS = {
+    # v5e, TPU7x: 5 permutes are under way at a time, and all others start after the gradient.
+    "xla_max_concurrent_async_collective_permutes": 1000,
+    # v5p, v6e: each permute starts after the gradient, just before the update needs it. Of
+    # ``xla_tpu_enable_all_experimental_scheduler_features`` this is the one that matters.
+    "xla_tpu_use_aggressive_scheduling": True,
+}
 FOR_CPUS = cpu.COMPILER_OPTIONS
 
 CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read longest ago
@@ -34,23 +45,28 @@ CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read l
 _MIN_SECONDS = 0.2  # what compiles faster is not worth a file
 
 
-def options_of_step(platform: str, fsdp: int, schedule: Schedule, tx: Any) -> dict[str, Any]:
+def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[str, Any]:
     """The ``compiler_options`` of `jax.jit` for a step.
 
     Args:
-      platform: of the devices, as jax calls it.
-      fsdp: devices per replica.
+      placement: of the replicas.
       schedule: of the rounds.
       tx: the method.
     """
-    options = {}
+    options, platform = {}, placement.platform
     if platform == "cpu":
         options = FOR_CPUS
-    elif platform in ("gpu", "cuda") and _starts_early(fsdp, schedule, tx):
+    elif platform in ("gpu", "cuda") and _starts_early(placement.fsdp, schedule, tx):
         options = FOR_GPUS
-    flags = os.environ.get("XLA_FLAGS", "")
+    elif platform == "tpu":
+        options = FOR_TPUS
+    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    device = placement.mesh.devices.flat[0]
+    described = device if device not in jax.devices() else None
     return {
-        name: value for name, value in options.items() if name not in flags and known(name, value)
+        name: value
+        for name, value in options.items()
+        if name not in flags and known(name, value, described)
     }
 
 
@@ -67,10 +83,16 @@ def _starts_early(fsdp, schedule, tx) -> bool:
 
 
 @functools.cache
-def known(name: str, value: Any) -> bool:
-    """Whether this version of XLA has the option; they come and go."""
+def known(name: str, value: Any, device: Any = None) -> bool:
+    """Whether this version of XLA has the option; they come and go.
+
+    Args:
+      name, value: of the option.
+      device: one that is only described; None: those of this program.
+    """
+    where = None if device is None else SingleDeviceSharding(device)
     try:
-        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+        jax.jit(lambda: 0, out_shardings=where, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -28,12 +29,14 @@ def no_flags(monkeypatch):
 def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="awc"):
     schedule = topology.make(schedule, 8, replicas_per_node=2)
     tx = optim.decentralized(optax.sgd(0.1), schedule, combine)
-    return xla.options_of_step(platform, fsdp, schedule, tx)
+    mesh = SimpleNamespace(devices=np.array(jax.devices()))
+    placement = SimpleNamespace(platform=platform, fsdp=fsdp, mesh=mesh)
+    return xla.options_of_step(placement, schedule, tx)
 
 
 def test_xla_knows_all_of_those_that_a_platform_has():
     """On GPUs none where a replica has several, or stages of a round are not held back."""
-    assert options_on("cpu") == xla.FOR_CPUS and options_on("tpu") == {}
+    assert options_on("cpu") == xla.FOR_CPUS
     assert options_on("gpu") == options_on("cuda") == xla.FOR_GPUS
     assert options_on("gpu", fsdp=2) == {}
     assert options_on("gpu", schedule="alternating_exp_ring") == xla.FOR_GPUS
@@ -45,6 +48,17 @@ def test_the_user_goes_first(monkeypatch):
     taken, *others = xla.FOR_GPUS
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{taken}=false")
     assert list(options_on("gpu")) == others
+
+
+@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+def test_tpus_have_their_own(variable, monkeypatch):
+    """XLA for TPUs alone knows them; tests/train/test_described.py compiles with it."""
+    monkeypatch.setattr(xla, "known", lambda *option: True)
+    monkeypatch.setenv(variable, "--xla_tpu_use_aggressive_scheduling=false")
+    taken = "xla_tpu_use_aggressive_scheduling"
+    assert options_on("tpu") == {k: v for k, v in xla.FOR_TPUS.items() if k != taken}
+    monkeypatch.delenv(variable)
+    assert options_on("tpu") == options_on("tpu", fsdp=2) == xla.FOR_TPUS
 
 
 def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):

@@ -1,0 +1,276 @@
+"""Kernels and messages of a compiled program, in the order in which XLA has scheduled them.
+
+XLA prints the entry computation of a scheduled program in this order. A form that this reader does
+not know is an error: a message that it overlooked would count as hidden.
+"""
+
+import collections
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
+    *("ragged-all-to-all", "reduce-scatter"),
+)
+POINT_TO_POINT = ("send", "recv")  # how a permute crosses TPU slices
+_MESSAGES = (*COLLECTIVES, *POINT_TO_POINT)
+_SUSPECT = re.compile("collective|permute|all-|reduce-scatter|send|recv|remote")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_SUSPECT_TARGET = re.compile("collective|allreduce|all_reduce|megascale|nccl|nvshmem", re.I)
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?(\S+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)")
+_HEAD = re.compile(r"(?:ENTRY )?%?(\S+) .*\{$")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|branch_computations)=\{?((?:%[^\s,{}]+(?:, )?)+)")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
+_BYTES = {
+    "token": 0,
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+}
+_NO_KERNELS = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
+_MATMULS = ("__triton_gemm", "__triton_nested_gemm", "__cublas", "__cudnn$fmha")
+
+
+class Instruction(NamedTuple):
+    """An instruction of the entry computation; those that run nothing are left out."""
+
+    name: str
+    opcode: str
+    scope: str  # as jax.named_scope has it, with the function and the primitive
+    operands: list[str]
+    read: int  # bytes
+    written: int  # bytes
+    flops: float  # of matrix products of a GPU, otherwise 0
+    cycles: float  # as XLA estimates them on TPUs, otherwise 0; a loop has those of all its turns
+    inside: tuple[str, ...]  # collectives in the computations that it calls
+
+
+def entry(text: str) -> list[Instruction]:
+    """The instructions of ``compiled.as_text()``, in the order in which they are started.
+
+    Raises:
+      ValueError: for a form that is not known, in which a message could hide.
+    """
+    computations = _computations(text)
+    shapes: dict[str, str] = {}
+    found = []
+    for line in computations["ENTRY"]:
+        match = _INSTRUCTION.match(line)
+        if not match:
+            raise ValueError(f"an instruction that cannot be read: {line.strip()[:200]}")
+        name, shape, opcode, rest = match.groups()
+        shapes[name] = shape
+        if opcode in _NO_KERNELS:
+            continue
+        _check_known(opcode, line)
+        operands = re.findall(r"%([^\s,()]+)", rest.split("), ")[0])
+        scope = re.search(r'op_name="([^"]*)"', line)
+        flops = 0.0
+        if any(kind in line for kind in _MATMULS):
+            arrays = [shapes.get(operand, "") for operand in operands[:2]] + [shape]
+            flops = 2 * math.sqrt(math.prod(_largest(array) for array in arrays))
+        read = sum(size_of(shapes.get(operand, "")) for operand in operands)
+        found.append(
+            Instruction(
+                name,
+                opcode,
+                scope[1] if scope else "",
+                operands,
+                read,
+                size_of(shape),
+                flops,
+                _cycles(line, computations),
+                tuple(_collectives(line, computations)),
+            )
+        )
+    return found
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation by its name, ``"ENTRY"`` for the one that runs."""
+    found, lines = {}, None
+    for line in text.splitlines():
+        if line.endswith("{") and (head := _HEAD.match(line)) and not line.startswith("HloModule"):
+            lines = found["ENTRY" if line.startswith("ENTRY ") else head[1]] = []
+        elif line.startswith("}"):
+            lines = None
+        elif lines is not None and " = " in line:
+            lines.append(line)
+    if "ENTRY" not in found:
+        raise ValueError("the program has no entry computation")
+    return found
+
+
+def _check_known(opcode: str, line: str) -> None:
+    base = re.sub("-(start|update|done)$", "", opcode)
+    target = _TARGET.search(line)
+    unknown = _SUSPECT.search(base) and base not in _MESSAGES
+    if unknown or (target and _SUSPECT_TARGET.search(target[1])):
+        what = target[1] if target else opcode
+        raise ValueError(f"{what} looks like a message, and this reader does not know it")
+
+
+def _called(line: str) -> list[str]:
+    return [name for names in _CALLED.findall(line) for name in re.findall(r"%([^\s,{}]+)", names)]
+
+
+def _collectives(line: str, computations: dict[str, list[str]]) -> list[str]:
+    """The collectives in what an instruction calls, and in what that calls."""
+    found = []
+    for name in _called(line):
+        for inner in computations.get(name, ()):
+            match = _INSTRUCTION.match(inner)
+            base = re.sub("-start$", "", match[3]) if match else ""
+            if base in _MESSAGES:
+                found.append(base)
+            found += _collectives(inner, computations)
+    return found
+
+
+def _cycles(line: str, computations: dict[str, list[str]]) -> float:
+    """The compiler's own estimate of an instruction; of a loop that of its body in every turn."""
+    own = re.search(r'"estimated_cycles":"(\d+)"', line)
+    if own:
+        return float(own[1])
+    if not re.search(r" (while|call|conditional)\(", line):
+        return 0.0
+    turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    bodies = [
+        sum(_cycles(inner, computations) for inner in computations.get(name, ()))
+        for name in _called(line)
+    ]
+    return max(bodies, default=0.0) * (int(turns[1]) if turns else 1)
+
+
+def size_of(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple."""
+    return sum(_BYTES.get(kind, 4) * _elements(dims) for kind, dims in _ARRAY.findall(shape))
+
+
+def _largest(shape: str) -> int:
+    return max((_elements(dims) for _, dims in _ARRAY.findall(shape)), default=1)
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(n) for n in dims.split(",") if n)
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A message, from its start to where the program waits for it."""
+
+    kind: str  # such as "collective-permute"
+    start: int  # index among the instructions
+    done: int  # likewise; equal to ``start`` where nothing can run beside it
+    nbytes: int  # of a "recv" 0: its "send" has them
+
+
+def windows(instructions: list[Instruction]) -> list[Window]:
+    """The messages of the entry computation; those in loops are not among them.
+
+    Raises:
+      ValueError: an end without a start.
+    """
+    starts = {one.name: k for k, one in enumerate(instructions)}
+    found = []
+    for k, one in enumerate(instructions):
+        base = one.opcode.removesuffix("-done")
+        if one.opcode in COLLECTIVES:
+            found.append(Window(one.opcode, k, k, one.written))
+        elif one.inside and one.opcode in ("fusion", "call", "custom-call"):
+            found.append(Window(one.inside[0], k, k, one.written))
+        elif one.opcode.endswith("-done"):
+            begins = next((starts[name] for name in one.operands if name in starts), None)
+            if begins is None:
+                raise ValueError(f"{one.name} ends what has no start")
+            kind = base if base in _MESSAGES else next(iter(instructions[begins].inside), None)
+            if kind is not None:
+                nbytes = {"send": instructions[begins].read, "recv": 0}.get(kind, one.written)
+                found.append(Window(kind, begins, k, nbytes))
+    return found
+
+
+def outline(instructions: list[Instruction]) -> str:
+    """Messages and loops in the order in which they start and end, as ``2 all-gather-start, loop``.
+
+    A message that is not split into a start and an end is written without either.
+    """
+    found = [
+        "loop" if one.opcode == "while" else one.opcode
+        for one in instructions
+        if one.opcode == "while" or one.opcode.startswith(_MESSAGES)
+    ]
+    runs = ((name, len(list(same))) for name, same in itertools.groupby(found))
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in runs)
+
+
+def kinds(messages: list[Window]) -> str:
+    """How many there are of each kind, as ``8 collective-permute, 2 all-reduce``."""
+    counts = collections.Counter(one.kind for one in messages)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+class Overlap(NamedTuple):
+    """How much of the gradient runs beside the messages, all as shares of its time.
+
+    Where a round has permutes, only they are on the links between nodes, and only they count.
+    """
+
+    first: float  # over when the first message starts
+    last: float  # over when the last one does
+    least: float  # between start and end of the message that has least
+    exposed: list[Window]  # messages beside which nothing of the gradient runs
+    counted: list[Window]
+
+
+def overlap(instructions: list[Instruction], time: Callable[[Instruction], float]) -> Overlap:
+    """How the messages lie beside the gradient.
+
+    Args:
+      instructions: of `entry`.
+      time: of a kernel, in any unit.
+
+    Raises:
+      ValueError: the program has no message, or no kernel of a gradient.
+    """
+    found = windows(instructions)
+    kinds = ("collective-permute", *POINT_TO_POINT)
+    counted = [one for one in found if one.kind in kinds] or found
+    passed = [0.0, *itertools.accumulate(gradient_times(instructions, time))]
+    if not counted or not passed[-1]:
+        raise ValueError("the program has no message, or no gradient: is it a training step?")
+
+    def share(one):
+        return (passed[one.done] - passed[one.start]) / passed[-1]
+
+    return Overlap(
+        min(passed[one.start] for one in counted) / passed[-1],
+        max(passed[one.start] for one in counted) / passed[-1],
+        min(map(share, counted)),
+        [one for one in found if share(one) <= 0],
+        counted,
+    )
+
+
+def gradient_times(
+    instructions: list[Instruction], time: Callable[[Instruction], float]
+) -> list[float]:
+    """The time of each kernel of the gradient, 0 for everything else."""
+    return [
+        time(one) if "forward_backward" in one.scope and not _waits(one) else 0.0
+        for one in instructions
+    ]
+
+
+def _waits(one: Instruction) -> bool:
+    return one.opcode.endswith(("-start", "-done")) or one.opcode in POINT_TO_POINT
