@@ -1,4 +1,4 @@
-"""Optax transformations of decentralized training; they know pytrees only.
+"""Decentralized training as optax transformations over pytrees.
 
 Rarer methods are in `decent_jax.optim.contrib`.
 """

@@ -15,7 +15,7 @@ from decent_jax.optim import validation
 class ScaleByAccumAdamState(NamedTuple):
     """State of `scale_by_accum_adam`; ``mu``, ``nu`` and ``window`` are shaped like the params.
 
-    They are in float32 at least: in bfloat16 b2 = 0.999 is 1, and v would never decay.
+    They are at least float32: in bfloat16, b2 = 0.999 is 1, and v would never decay.
     """
 
     # shape=(), dtype=int32: steps taken
@@ -42,7 +42,7 @@ def scale_by_accum_adam(
         m &\leftarrow \beta_1 m + (1-\beta_1) A, \quad v \leftarrow \beta_2 v + (1-\beta_2) A^2,
         \quad A \leftarrow 0
 
-    so a window's mean gradient, nearly that of a batch s times as large, decides the moments, and
+    so the moments take a window's mean gradient, nearly that of a batch s times as large, and
     every step still moves the parameters. ``accum_steps=1`` is Adam, without the memory for A.
 
     Args:
@@ -135,10 +135,10 @@ def accum_adamw(
 
     Returns:
       The transformation. Under `optax.inject_hyperparams` a callable mask must be static
-      (``static_args="mask"``); the rest works as it is.
+      (``static_args="mask"``); everything else works unchanged.
 
     Raises:
-      ValueError: for a beta outside [0, 1), a negative eps, or accum_steps < 1.
+      ValueError: a beta outside [0, 1), a negative eps, or accum_steps < 1.
     """
     return optax.chain(
         scale_by_accum_adam(b1, b2, eps, accum_steps),
@@ -156,10 +156,10 @@ def accum_adam(
     mask: Any | Callable[[Any], Any] | None = None,
     accum_steps: int = 4,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Accumulated Adam with L2 regularisation.
+    r"""Accumulated Adam with L2 regularization.
 
-    ``g <- g + lambda x`` before anything else (so it enters the moments and the
-    window), then `scale_by_accum_adam` and the learning rate. Arguments as in `accum_adamw`.
+    ``g <- g + lambda x`` first (so it enters the moments and the window), then
+    `scale_by_accum_adam` and the learning rate. Arguments as in `accum_adamw`.
     """
     return optax.chain(
         optax.add_decayed_weights(weight_decay, mask),
@@ -169,10 +169,10 @@ def accum_adam(
 
 
 def drop_window(state: Any, accum_steps: int) -> Any:
-    """An optimizer state (of any nesting) in which no window of accumulated gradients has begun.
+    """An optimizer state (of any nesting) without a partial window of accumulated gradients.
 
-    For a change of the number of replicas, whose windows hold different gradients: ``window``
-    becomes zero, and the count that of the last completed window. Adam has no windows.
+    For a change of the number of replicas, because their windows hold different gradients:
+    ``window`` becomes zero, and the count that of the last completed window. Adam has no windows.
     """
 
     def drop(node):
@@ -187,7 +187,7 @@ def drop_window(state: Any, accum_steps: int) -> Any:
 def moment(decay: Any, old: Any, value: Any, order: int) -> Any:
     """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``.
 
-    The second power of a complex number is that of its magnitude.
+    The square of a complex number is that of its magnitude.
     """
 
     def mixed(m, g):

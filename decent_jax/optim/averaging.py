@@ -1,4 +1,4 @@
-"""Gossip of parameters, alone or with momentum, and the baseline: all-reduce."""
+"""Gossip of parameters, with or without momentum, and the all-reduce baseline."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -31,60 +31,60 @@ def decentralized(
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
     *,
-    gamma: Annotated[optax.ScalarOrSchedule, "consensus factor, in [0, 1]; 1: the mix"] = 1.0,
+    gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
+    r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
 
     Replica i holds its own ``x_i`` and its own state of ``inner``; only parameters are sent.
     With ``W`` the matrix of the round and ``Delta_i(.)`` the update of ``inner``,
     whose gradient is always taken at ``x_i``:
 
     .. math::
-        \text{with:}\quad \hat x_i = \sum_j W_{ij} x_j, \qquad
+        \text{awc:}\quad \hat x_i = \sum_j W_{ij} x_j, \qquad
             x_i \leftarrow \hat x_i + \Delta_i(\hat x_i)
         \qquad\qquad
-        \text{then:}\quad x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(x_j)\big)
+        \text{atc:}\quad x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(x_j)\big)
 
-    ``"awc"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
-    messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
-    (weight decay applies to them). ``"atc"`` (adapt-then-combine) sends the result of the update,
-    so no computation can hide it.
+    ``"awc"`` (adapt with combine) sends the parameters from before the step, so the messages
+    travel during the forward and backward pass; ``inner`` sees the mixed parameters (weight decay
+    applies to them). ``"atc"`` (adapt then combine) sends the updated parameters, so the
+    communication is exposed.
 
     `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step but
     keeps only every k-th result, so it may use only one of the rounds ``round_at(t)``.
 
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
-    this replica's loss. A local update is rejected when the loss, the norm of the gradient or the
+    this replica's loss. A local update is rejected if the loss, the norm of the gradient or the
     update of the smallest array is not finite: the parameters are then only mixed, and the state of
-    ``inner`` stays, except for the counts of learning-rate schedules, which advance with the step.
-    Other numbers of an update that are not finite are left out.
+    ``inner`` is kept, except for the counts of learning-rate schedules, which advance with the
+    step. Other non-finite numbers of an update become 0.
 
-    Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, which cannot
-    bring back a replica whose parameters are not finite).
+    Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, with which a
+    replica whose parameters became NaN never recovers).
 
-    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "atc" is also called
-    adapt-then-combine or DSGD), with momentum inside DmSGD with local momentum, with
-    `optax.adamw` or `accum_adamw` decentralized and Accumulated Adam; over ``complete`` every H
-    steps local SGD, and over ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
+    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "atc" is also called DSGD),
+    with momentum inside DmSGD with local momentum, with `optax.adamw` or `accum_adamw`
+    decentralized or Accumulated Adam; over ``complete`` every H steps it is local SGD, and over
+    ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
 
     Args:
       inner: any optax transformation; clipping belongs in here.
-      schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
+      schedule: for as many replicas as the axes hold; every replica's weights sum to 1.
       combine: ``"awc"`` or ``"atc"``.
       axis_name: see `decent_jax.gossip.mix`.
-      codec: format of the messages, see `decent_jax.gossip.codecs`.
-      gamma: consensus factor ``gamma``, a number or an optax schedule of the step:
+      codec: message format, see `decent_jax.gossip.codecs`.
+      gamma: consensus step size, a number or an optax schedule of the step:
         ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
-        arXiv 2602.02899, takes the learning rate over its peak, to a power).
+        arXiv 2602.02899, uses a power of the learning rate over its peak).
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
       ``"awc"`` it is an `EarlyMixing`.
 
     Raises:
-      ValueError: an unknown ``combine``; a negative gamma; a schedule on which not every replica's
-        weights sum to 1.
+      ValueError: an unknown ``combine``; a negative gamma; a schedule in which some replica's
+        weights do not sum to 1.
       TypeError: an ``update`` without ``round``, or with a traced one.
 
     Example:
@@ -109,8 +109,8 @@ def decentralized(
 
     References:
       Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
-      Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
-      and a rejected step rejects the whole update, not a bucket's.
+      Algorithms 1 and 3. Unlike in Decent-DP, the first step mixes, clipping applies to the whole
+      replica, and a rejected step rejects the whole update, not that of a bucket.
     """
     validation.combine(combine)
     validation.not_negative("gamma", gamma)
@@ -121,7 +121,7 @@ def decentralized(
         if round is None or (isinstance(gamma, float | int) and gamma == 1):
             return mixed
         kept = trees.add(params, trees.scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
-        # A replica that is not finite takes all of its neighbours' average.
+        # A replica that is not finite takes its neighbours' average, whatever gamma is.
         return optax.tree.where(trees.all_finite(params), kept, mixed)
 
     def adapt_with_combine(params, own, round, local):
@@ -154,22 +154,23 @@ def gossiped_momentum(
     With heavy-ball momentum inside (``optax.sgd(lr, momentum)``):
 
     .. math::
-        \text{then:}\quad u_i = \beta m_i + g_i, \qquad m_i \leftarrow \sum_j W_{ij} u_j, \qquad
+        \text{atc:}\quad u_i = \beta m_i + g_i, \qquad m_i \leftarrow \sum_j W_{ij} u_j, \qquad
             x_i \leftarrow \sum_j W_{ij} (x_j - \eta u_j)
         \\
-        \text{with:}\quad m_i \leftarrow \beta \sum_j W_{ij} m_j + g_i, \qquad
+        \text{awc:}\quad m_i \leftarrow \beta \sum_j W_{ij} m_j + g_i, \qquad
             x_i \leftarrow \sum_j W_{ij} x_j - \eta m_i
 
-    In any other ``inner`` the first moment (``trace`` of `optax.trace`, ``mu`` of Adam) takes the
-    place of m; second moments stay local. Two messages of the model's size per step, no memory;
-    those of ``"awc"`` travel during the forward and backward pass, it is an `EarlyMixing`.
-    Valid on every doubly stochastic schedule. The disagreement of m decides how far a fixed point
-    is from the optimum (less far than with local momentum).
+    In any other ``inner`` the first moment (``trace`` of `optax.trace`, ``mu`` of Adam) plays the
+    role of m; second moments stay local. Two messages of the model's size per step, no memory;
+    those of ``"awc"`` travel during the forward and backward pass: it is an `EarlyMixing`.
+    Valid on every doubly stochastic schedule. The disagreement of m determines the distance of a
+    fixed point from the optimum (smaller than with local momentum).
 
-    It also averages the noise of gradients, of variance sigma^2, before Adam divides by the root of
-    a second moment. Over ``one_peer_exp``, eight replicas and b1 = 0.9, m has a variance of 0.011
-    sigma^2 ("atc") or 0.019 ("awc"), 0.053 where it is local, and 0.007 with `all_reduce`. Adam
-    then wants a second moment that remembers a thousand steps (b2 = 0.999), docs/results.md.
+    It also averages gradient noise, of variance sigma^2, before Adam divides by the root of a
+    second moment. Over ``one_peer_exp``, with eight replicas and b1 = 0.9, m has a variance of
+    0.011 sigma^2 ("atc") or 0.019 ("awc"), 0.053 if it is local, and 0.007 with `all_reduce`. Adam
+    then needs a second moment that remembers a thousand steps (b2 = 0.999); see
+    docs/log/2026-11-26-web-prose.md.
 
     References:
       Ying et al., `Exponential Graph <https://arxiv.org/abs/2110.13363>`_, 2021, DmSGD; Yu et al.,
@@ -242,23 +243,23 @@ def all_reduce(
 
     .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)
 
-    Replicas that begin equal stay equal. With ``active`` of ``update`` the mean is that over the
-    active replicas, and all take the update. ``inner`` clips the mean gradient. A mean that is not
-    finite is rejected by all replicas alike, as in `decentralized`, whose extra arguments are
+    Replicas that start equal stay equal. With the argument ``active`` of ``update``, the mean is
+    over the active replicas, and all take the update. ``inner`` clips the mean gradient. All
+    replicas reject a mean that is not finite, as in `decentralized`, whose extra arguments are
     accepted so that the two can be swapped (``round`` is ignored).
 
-    With a ``codec`` the gradients travel in its format (`decent_jax.gossip.groups.coded_means`),
+    With a ``codec`` the gradients are sent in its format (`decent_jax.gossip.groups.coded_means`),
     with error feedback: with Q the rounding,
 
     .. math::
         e_i \leftarrow e_i + \nabla f_i(x), \qquad q_i = Q(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad g = Q\Big(\tfrac1n \textstyle\sum_i q_i\Big)
 
-    which costs one more array of the parameters' size, e. A step that is rejected leaves e.
+    which costs one more array of the parameters' size, e. A rejected step does not change e.
 
     References:
       Seide et al., 1-bit SGD, 2014; Karimireddy et al., `Error Feedback Fixes SignSGD
-      <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 2 with the rate outside.
+      <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 2 with the learning rate outside.
     """
 
     def averaged(given, error, count):

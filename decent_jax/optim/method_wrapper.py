@@ -1,7 +1,7 @@
-"""What makes a transformation of one step of a method: its guard, and its communication.
+"""Turns one step of a method into a transformation, with its guard and its communication.
 
-A method is one function, ``step(params, own, round, local)``, given to `method`; it calls ``local``
-once for its own update, and `Mixing` to communicate.
+A method is one function, ``step(params, own, round, local)``, passed to `method`; it calls
+``local`` once for the local update, and `Mixing` to communicate.
 """
 
 import dataclasses
@@ -29,22 +29,22 @@ class GuardedState(NamedTuple):
     # shape=(), dtype=int32: updates so far, including the rejected ones
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     skipped: jax.Array  # shape=(), dtype=int32: rejected updates (optax: total_notfinite)
-    failing: jax.Array  # shape=(), dtype=int32: the last ones in a row (optax: notfinite_count)
+    failing: jax.Array  # shape=(), dtype=int32: consecutive ones (optax: notfinite_count)
     own: Any  # the method's own state, a NamedTuple; () for most
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Makes one replica's own update in one step: ``update, inner, ok = local(params)``.
+    """Computes one replica's local update in one step: ``update, inner, ok = local(params)``.
 
-    grads: the gradients as they came.
+    grads: the gradients as passed in.
     value: the loss, or None.
-    mixed: what `EarlyMixing.mix` gave the caller before the gradient was known, or None.
+    mixed: the result of `EarlyMixing.mix` from before the gradient was known, or None.
     active: () bool, whether this replica makes an update in this step.
     state: the method's state before the step.
     optimizer: the local optimizer.
     extra: further arguments for it.
-    replica: gives the number of this replica; None: all replicas make the same update.
+    replica: returns the number of this replica; None: all replicas make the same update.
     """
 
     grads: Any
@@ -66,16 +66,16 @@ class Local:
 
         The update must be accepted or rejected before anything is written, so every array we check
         costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
-        smallest arrays of the update, which show what spoils all of it (a learning rate, a moment)
-        even where one of them is frozen. Other numbers that are not finite are left out one by one;
-        Adam with ``eps`` above 0 has none if the norm of the gradient is finite. So mixing,
-        moments, decay and check are one pass, on GPUs one kernel per array. Checking the whole
-        update first moved 18 instead of 10 times the bytes of the parameters in decentralized Adam,
-        and held one more copy of them (`benchmarks/speed/programs.py`).
+        smallest arrays of the update, which reveal a bad learning rate or moment even if one of
+        them is frozen. Other non-finite numbers become 0 one by one; Adam with ``eps`` above 0
+        has none if the norm of the gradient is finite. So mixing, moments, decay and check are one
+        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
+        times the bytes of the parameters in decentralized Adam, and needed one more copy of them
+        (`benchmarks/speed/programs.py`).
 
         Returns:
-          The update, like ``params``; the local optimizer's state after it; and () bool, whether it
-          is accepted.
+          The update, like ``params``; the new state of the local optimizer; and () bool, whether
+          the update is accepted.
         """
         old = self.state.inner
         given = self.extra if self.value is None else {"value": self.value, **self.extra}
@@ -95,23 +95,23 @@ def method(
     own: Callable[[Any], Any] = lambda params: (),
     axis_name: AxisName | None = "replica",
 ) -> optax.GradientTransformationExtraArgs:
-    """A method from one step of it, the code of one replica.
+    """A method, built from one step that is written for one replica.
 
-    A replica that makes no update in a step, because it is rejected or not active, is moved by
-    mixing and by an outer step that all replicas take, and never by a momentum.
+    A replica that makes no update in a step, because the update is rejected or the replica is not
+    active, moves only by mixing and by outer steps that all replicas take, never by momentum.
 
     Args:
-      inner: the local optimizer; None leaves gradients as they are.
+      inner: the local optimizer; None passes gradients through.
       step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
         ``local(params)`` returns them.
-      own: the method's own state at the start, from the parameters.
-      axis_name: the axis that counts replicas, which then draw different random numbers; None: all
+      own: the initial state of the method, from the parameters.
+      axis_name: the replica axis; replicas then draw different random numbers. None: all replicas
         make the same update, and nothing else moves their parameters.
 
     Returns:
-      A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required), ``value``,
-      this replica's loss, ``active``, False for a replica that makes no update of its own in this
-      step, ``mixed``, see `EarlyMixing`, and ``replica``, its number where no axis counts it.
+      A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required); ``value``,
+      this replica's loss; ``active``, False for a replica that makes no local update in this step;
+      ``mixed``, see `EarlyMixing`; and ``replica``, its number if there is no replica axis.
     """
     if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
         made = getattr(inner, "__name__", None)
@@ -120,10 +120,10 @@ def method(
     optimizer = optax.with_extra_args_support(inner or optax.identity())
 
     def init(params):
-        gossip.mixable(params)  # refuses the arrays that it must not get, by their names
+        gossip.mixable(params)  # refuses arrays that cannot be mixed, naming them
         if axis_name is not None:
             validation.mixes(optimizer, params)
-        # Arrays of their own: a donated state must not hold one twice.
+        # Separate buffers: a donated state must not hold an array twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
 
@@ -167,34 +167,34 @@ def method(
 
 
 class EarlyMixing(optax.GradientTransformationExtraArgs):
-    """A method whose messages depend only on what is there before the gradient: they may go early.
+    """A method whose messages do not depend on the current gradient, so they can be sent early.
 
-    ``mix(params, state, round)`` gives what a round brings: the mixed parameters, or of
-    `gossiped_momentum` these and the moments. ``update(..., round=round, mixed=mixed)`` uses that
-    instead of mixing, with the same result, and communicates nothing. It takes ``mixed`` as it is:
-    of parameters alone, without ``codec`` and ``gamma``, `decent_jax.gossip.mix_on` gives the same.
+    ``mix(params, state, round)`` returns the result of a round: the mixed parameters, for
+    `gossiped_momentum` with the moments. ``update(..., round=round, mixed=mixed)`` uses it instead
+    of mixing, with the same result, and communicates nothing. If only parameters are sent, without
+    ``codec`` and ``gamma``, `decent_jax.gossip.mix_on` computes the same ``mixed``.
     """
 
     mix: Callable[[Any, Any, Any], Any]
 
 
 class Delayed(optax.GradientTransformationExtraArgs):
-    """A method whose messages travel beside ``delay`` updates, and are merged after them.
+    """A method whose messages overlap ``delay`` updates and are merged after them.
 
-    The caller makes these updates with ``round=None`` between two calls, both of one replica:
+    The caller makes these updates with ``round=None`` between two calls, both for one replica:
 
-    - ``depart(late, own, count, round, after=None)`` gives the message of a round, from the
-      parameters as they are now, the method's own state and ``count`` from the state. Only this
-      communicates. With ``after``, arrays that some of the updates give, a mean of groups has two
-      stages, of which the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
-    - ``arrive(params, own, late, message, round)`` gives the parameters and the method's own state
-      after the updates, with what the message has brought.
+    - ``depart(late, own, count, round, after=None)`` returns the message of a round, from the
+      current parameters, the method's own state and ``count`` from the state. Only this call
+      communicates. With ``after``, arrays from some of the updates, a group mean has two
+      stages, and the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
+    - ``arrive(params, own, late, message, round)`` returns the parameters and the method's own
+      state after the updates, with the message merged.
 
-    With ``mix_every=H`` a message departs after t updates where ``(t + delay) % H == 0``, and has
+    With ``mix_every=H`` a message departs after t updates if ``(t + delay) % H == 0``, and has
     the round of the last of its updates, ``schedule.round_at(t + delay - 1, H)``.
 
-    delay: at least 1, and less than H. With 1 ``update(..., round=round)`` does all of it, too.
-    resting: the fields of the method's own state that updates without a round leave alone.
+    delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
+    resting: the fields of the method's own state that updates without a round do not change.
     """
 
     delay: int
@@ -205,9 +205,9 @@ class Delayed(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """The communication of a method: over which schedule and axis, and in which format.
+    """The communication of a method: its schedule, axis and message format.
 
-    method: its name, in messages.
+    method: its name, for error messages.
     rows: whether a replica's weights must sum to 1.
     """
 
@@ -272,13 +272,13 @@ def mean_with_feedback(
     between: Any = None,
     clipped: bool = False,
 ) -> tuple[Any, Any]:
-    r"""The mean over all replicas of what each wants to send and has not sent yet.
+    r"""The mean over all replicas of what each has to send, with error feedback.
 
     .. math::
         e_i \leftarrow \beta e_i + x_i, \qquad q_i = Q(e_i), \qquad e_i \leftarrow e_i - q_i,
         \qquad \text{mean of the } q_j
 
-    So what a message loses is added to the next ones, times the decay beta each time.
+    So the error of a message is added to the next ones, times the decay beta each time.
 
     Returns:
       `decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e.
@@ -291,7 +291,7 @@ def mean_with_feedback(
 def no_rounds(
     tx: optax.GradientTransformationExtraArgs, replica: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The method as in steps without a round, whatever ``round`` says; see `method` for replica."""
+    """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
 
     def update(updates, state, params=None, **given):
         return tx.update(updates, state, params, **given | {"round": None, "replica": replica})
@@ -300,7 +300,7 @@ def no_rounds(
 
 
 def filled(state: Any, fill: Callable[[Any], Any] = optax.tree.zeros_like) -> Callable[[Any], Any]:
-    """A method's own state at the start: a NamedTuple with ``fill(params)`` in every field."""
+    """A method's initial state: a NamedTuple with ``fill(params)`` in every field."""
     return lambda params: state._make(fill(params) for _ in state._fields)
 
 

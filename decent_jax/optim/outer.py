@@ -1,4 +1,4 @@
-"""Outer steps over many local ones, as `outer_steps` makes them: DiLoCo and NoLoCo."""
+"""Outer steps over many local steps (see `outer_steps`): DiLoCo and NoLoCo."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -24,47 +24,45 @@ def diloco(
     codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
-    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
-    carry: Annotated[
-        bool, "True: a replica keeps what it learned while the message travelled"
-    ] = False,
+    delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
+    carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
     outer_learning_rate: Annotated[float, "of the outer optimizer"] = 0.7,
     outer_momentum: Annotated[float, "of the outer optimizer, in [0, 1)"] = 0.9,
     decay: Annotated[
-        float, "share of what a coded message lost that is kept for the next, in [0, 1]"
+        float, "share of a message's rounding error added to the next, in [0, 1]"
     ] = 0.95,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DiLoCo: local optimizers for many steps, then an outer one on their average movement.
+    r"""DiLoCo: many local steps, then an outer optimizer step on their average movement.
 
-    The parameters are cut into ``fragments`` of about equal size along their order. Round r of the
+    The parameters are cut, in order, into ``fragments`` of about equal size. Round r of the
     schedule averages fragment ``r % fragments``, so each is averaged every ``fragments *
     mix_every`` steps. With ``theta`` the outer parameters (equal on all replicas), x the
-    replica's own after its step t, and ``tau`` = ``delay``:
+    replica's parameters after its step t, and ``tau`` = ``delay``:
 
     .. math::
         \delta = \theta - \tfrac1n \textstyle\sum_j x_j^{(t - \tau)}, \qquad
         \theta \leftarrow \mathrm{outer}(\theta, \delta), \qquad
         x_i \leftarrow \theta
 
-    A message with a delay travels beside that many steps (`decent_jax.optim.Delayed`). What a
-    replica learned in them is lost; ``carry`` adds it to ``theta``:
+    A delayed message overlaps that many steps (`decent_jax.optim.Delayed`). The progress of a
+    replica in these steps is lost; ``carry`` adds it to ``theta``:
     ``theta + x_i^(t) - x_i^(t - tau)``, the merge of LOSCAR.
 
-    With a ``codec`` the movements travel in few bits, with error feedback (MuLoCo's, and with
-    sparse formats SparseLoCo's):
+    With a ``codec`` the movements are sent in low precision, with error feedback (MuLoCo's, and
+    with sparse formats SparseLoCo's):
 
     .. math::
         e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = Q(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
 
-    where the mean of integers or floats is coded once more, the same for all
-    (`decent_jax.gossip.groups.coded_means`). It keeps e, one copy more.
+    where the mean of integers or floats is encoded once more, identically for all
+    (`decent_jax.gossip.groups.coded_means`). It keeps e, one more copy.
 
-    With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside MuLoCo.
+    With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, MuLoCo.
 
     One message of a fragment's size every ``mix_every`` steps. It keeps the parameters
-    (``theta``) and the outer optimizer's state (one copy for momentum), and needs one copy more
-    while a message travels.
+    (``theta``) and the outer optimizer's state (one copy for momentum), and needs one more copy
+    while a message is in flight.
 
     Args:
       inner: the local optimizer, AdamW in the papers; its state stays local.
@@ -72,16 +70,16 @@ def diloco(
       outer: the outer optimizer; None: SGD with Nesterov momentum and the two numbers below.
       axis_name: as in `decentralized`.
       mix_every: steps between two rounds in the caller's loop; needed for ``delay``.
-      codec: format of the messages; None: float32.
+      codec: message format; None: float32.
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
-      delay: steps beside which a message travels, less than ``mix_every``.
-      carry: whether a replica keeps what it learned while the message travelled.
-      outer_learning_rate: that of the outer optimizer, as in the papers.
-      outer_momentum: that of the outer optimizer, as in the papers.
-      decay: the share beta of what a coded message lost that is kept for the next, in [0, 1].
+      delay: steps that a message overlaps, less than ``mix_every``.
+      carry: whether a replica keeps its progress while the message is in flight.
+      outer_learning_rate: of the outer optimizer, as in the papers.
+      outer_momentum: of the outer optimizer, as in the papers.
+      decay: the share beta of a message's rounding error that is added to the next, in [0, 1].
 
     Raises:
-      ValueError: a number out of range, a schedule without whole averages or with too few rounds,
+      ValueError: a number out of range, a schedule without global averages or with too few rounds,
         more fragments than arrays.
 
     References:
@@ -109,10 +107,8 @@ def noloco(
     codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
-    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
-    carry: Annotated[
-        bool, "True: a replica keeps what it learned while the message travelled"
-    ] = False,
+    delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
+    carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
     outer_learning_rate: Annotated[float, "factor of the movement; beta in the paper"] = 0.7,
     outer_momentum: Annotated[
         float, "factor of the last movement, in [0, 1); alpha in the paper"
@@ -120,22 +116,22 @@ def noloco(
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
 
-    Every replica has outer parameters ``theta_i`` and a momentum of its own:
+    Every replica has its own outer parameters ``theta_i`` and momentum:
 
     .. math::
         m_i \leftarrow \mu\, m_i + \eta \Big(\sum_j W_{ij} x_j - \theta_i\Big), \qquad
         \theta_i \leftarrow \theta_i + m_i, \qquad x_i \leftarrow \theta_i
 
     The paper writes the bracket as the pair's mean movement, ``sum_j W_ij (x_j - theta_j)``, plus
-    a pull towards the pair's mean, ``sum_j W_ij theta_j - theta_i``, and sends both. Its code gives
-    both the factor ``eta``, so their sum is enough: one message
-    per round instead of two. On ``complete`` it is `diloco` with heavy-ball momentum. With
+    a pull towards the pair's mean, ``sum_j W_ij theta_j - theta_i``, and sends both. Its code
+    multiplies both by ``eta``, so their sum is enough: one message per round instead of two.
+    On ``complete`` it is `diloco` with heavy-ball momentum. With
     ``mu = 0, eta = 1`` the outer parameters are the neighbours' mean, and with
     ``mix_every=1`` it is then D-PSGD.
 
     One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
-    (``theta`` and m; one more while a message travels). Valid on every doubly stochastic schedule,
-    and between peers, which have none (`decent_jax.peers.rule`).
+    (``theta`` and m; one more while a message is in flight). Valid on every doubly stochastic
+    schedule, and between peers, which have none (`decent_jax.peers`).
 
     Args:
       inner, axis_name, mix_every, fragments, delay, carry: as in `diloco`.
@@ -156,7 +152,7 @@ def noloco(
 
 
 def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
-    """The rule on the whole model in a pairwise average of peers, with LOSCAR's merge.
+    """The rule for the whole model in a pairwise average of peers, with LOSCAR's merge.
 
     The snapshot S was sent some steps ago; the local progress since then, x - S, is added to the
     new outer parameters.
@@ -177,7 +173,7 @@ def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
 
 
 def towards_average(outer: optax.GradientTransformation) -> Rule:
-    """The outer optimizer, on the way from the average back to theta."""
+    """The outer optimizer, with the movement from the average to theta as its gradient."""
 
     def step(theta, x, state, mix, key, after):
         change, state = outer.update(optax.tree.sub(theta, mix(x)), state, theta)
@@ -194,10 +190,10 @@ def along_coded_movements(
     method: str,
     clipped: bool = False,
 ) -> Rule:
-    """The outer optimizer along the mean of coded movements, with error feedback.
+    """The outer optimizer along the mean of encoded movements, with error feedback.
 
     theta must be the same on all replicas; ``clipped`` as in `decent_jax.gossip.mean_coded`. A
-    replica that is not finite sends what it had not sent yet.
+    replica that is not finite sends only its residual.
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"{method}.decay must be in [0, 1], got {decay}")

@@ -1,6 +1,6 @@
-"""Local steps, and in every round an outer step on a part of the parameters.
+"""Local steps, and in every round an outer step on a fragment of the parameters.
 
-A method gives a `Rule`, and how its messages travel.
+A method provides a `Rule` and the `Mixing` of its messages.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ Arrays = list[jax.Array]
 
 
 class Rule(NamedTuple):
-    """How the outer parameters of one fragment move; theta, x and results are lists of arrays.
+    """The update of one fragment's outer parameters; theta, x and results are lists of arrays.
 
     init: from theta to the rule's state of this fragment.
     step: ``(theta, x, state, mix, key, after) -> (theta, state)`` with x the replica's parameters
-      as sent, ``mix`` a round of averaging with others, a key for formats that are random, and
-      ``after`` as in `decent_jax.gossip.mean_coded`; ``mix`` has the last two already.
+      as sent, ``mix`` a round of averaging with others, a key for random formats, and
+      ``after`` as in `decent_jax.gossip.mean_coded`; ``mix`` already has the last two.
     """
 
     init: Callable[[Arrays], Any]
@@ -51,7 +51,7 @@ def outer_steps(
     """Local steps, and in every round the rule on one fragment; with a delay a `Delayed`.
 
     The rule's step depends only on the parameters that are sent and the method's own state, so all
-    of it may take place while local steps are made; what they give is merged when it arrives. The
+    of it can overlap local steps, whose progress is merged when it arrives. The
     numbers are those of `decent_jax.optim.diloco`.
 
     Raises:
@@ -85,7 +85,7 @@ def outer_steps(
         now, late = take_leaves(x, which), take_leaves(late, which)
         theta, state = message
         new = theta
-        if carry and delay:  # a replica that is not finite has nothing to keep
+        if carry and delay:  # a replica that is not finite keeps nothing
             learned = trees.add(theta, optax.tree.sub(now, late))
             new = optax.tree.where(trees.all_finite((now, late)), learned, theta)
         states = (*own.states[:f], state, *own.states[f + 1 :])
@@ -121,7 +121,7 @@ def outer_steps(
 
 
 def fragments_of(params: Any, count: int) -> list[list[int]]:
-    """The numbers of the leaves in each fragment: consecutive, of about equal size."""
+    """The indices of the leaves in each fragment: consecutive, of about equal size."""
     sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
     if count > len(sizes):
         raise ValueError(
@@ -136,13 +136,13 @@ def fragments_of(params: Any, count: int) -> list[list[int]]:
 
 
 def take_leaves(tree: Any, which: list[int]) -> list[jax.Array]:
-    """The leaves of these numbers."""
+    """The leaves with these indices."""
     leaves = jax.tree.leaves(tree)
     return [leaves[k] for k in which]
 
 
 def put_leaves(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
-    """The tree with new leaves at these numbers."""
+    """The tree with new leaves at these indices."""
     leaves, structure = jax.tree.flatten(tree)
     for k, leaf in zip(which, new, strict=True):
         leaves[k] = leaf

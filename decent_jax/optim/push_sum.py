@@ -1,4 +1,4 @@
-"""Push-sum: averages over graphs on which weights sum to 1 at the sender only."""
+"""Push-sum: averages over graphs whose weights sum to 1 only at the sender."""
 
 from typing import Any, NamedTuple
 
@@ -25,16 +25,16 @@ def push_sum(
     r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
 
     With P column stochastic (``P_ij`` is the share of itself that j sends to i), biased
-    parameters x, a weight w that begins at 1, and the parameters of the model ``z = x / w``,
+    parameters x, a weight w that starts at 1, and the parameters of the model ``z = x / w``,
     at which gradients are taken:
 
     .. math::
         x_i \leftarrow \sum_j P_{ij} \big(x_j + \Delta_j(z_j)\big), \qquad
         w_i \leftarrow \sum_j P_{ij} w_j, \qquad z_i = x_i / w_i
 
-    ``params`` are z; the state holds w only. One message and one scalar per step, no memory. On a
-    doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="atc"``. The
-    weighted mean ``1/n sum_i w_i z_i`` moves as SGD's does; it is the consensus model
+    ``params`` are z; the state holds only w. One message and one scalar per step, no memory. On a
+    doubly stochastic schedule w stays 1, and this is `decentralized` with ``combine="atc"``. The
+    weighted mean ``1/n sum_i w_i z_i`` moves as in SGD; it is the consensus model
     (`consensus_weights`).
 
     References:
@@ -53,7 +53,7 @@ def push_sum(
 
 
 def consensus_weights(opt_state: Any) -> jax.Array | None:
-    """How much each replica counts in the consensus model, (n,): w of `push_sum`; else None, alike.
+    """Weight of each replica in the consensus model, (n,): w of `push_sum`, otherwise None (equal).
 
     Args:
       opt_state: states of a method, stacked over replicas.
@@ -63,7 +63,7 @@ def consensus_weights(opt_state: Any) -> jax.Array | None:
 
 
 def with_equal_weights(own: Any) -> Any:
-    """The own states of replicas that are all at the consensus model."""
+    """The methods' own states for replicas that are all at the consensus model."""
     return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 
 

@@ -1,8 +1,8 @@
-"""The registry of methods: what each works with, sends and keeps, declared next to its factory.
+"""The registry of methods: each is declared next to its factory.
 
-A factory's signature says the rest. Its positional parameters come from the run, by their names
-(`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults and, by
-``Annotated``, their help in a config; the factory refuses those that are out of range.
+A factory's signature defines the rest. Its positional parameters come from the run, by name
+(`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults and, in
+``Annotated``, their help in a config; the factory refuses values out of range.
 
 >>> import optax
 >>> from decent_jax import topology
@@ -38,18 +38,18 @@ Pairwise = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a run gives to its method; a factory takes the fields it names.
+    """The arguments that a run passes to its method; a factory takes the fields it names.
 
-    schedule: of the rounds that ``update`` will be given.
+    schedule: of the rounds passed to ``update``.
     learning_rate: a float or an optax schedule of the step.
     inner: the local optimizer with this learning rate, for the methods that take one.
     axis_name, codec: as in `decent_jax.optim.decentralized`.
     combine: as there; "" is the method's first order.
     mix_every: steps between two rounds in the caller's loop.
-    gradient: applied to gradients first, in the methods with a momentum of their own.
+    gradient: applied to gradients first, in methods with their own momentum.
     optimizer: numbers of the local optimizer, for these methods: momentum, b1, b2, eps.
-    same_init: whether all replicas begin with the same parameters.
-    seed: of formats that a method makes by itself; ``codec`` has its own.
+    same_init: whether all replicas start with the same parameters.
+    seed: of formats that a method creates itself; ``codec`` has its own seed.
     numbers: the method's own, see `MethodSpec.numbers`.
     """
 
@@ -68,7 +68,7 @@ class Parts:
 
 
 def coded_bytes(params: Any, codec: Codec | None) -> float:
-    """Bytes of a message of all parameters in this format; None: as they are."""
+    """Bytes of a message of all parameters in this format; None: uncompressed."""
     return sum(
         leaf.size * leaf.dtype.itemsize if codec is None else bytes_sent(codec, leaf.shape)
         for leaf in jax.tree.leaves(params)
@@ -77,19 +77,19 @@ def coded_bytes(params: Any, codec: Codec | None) -> float:
 
 
 def model_bytes(params: Any, parts: Parts, numbers: Mapping[str, Any]) -> float:
-    """Bytes of a message of all parameters in the run's format; what most methods send."""
+    """Bytes of a message of all parameters in the run's format, as most methods send it."""
     return coded_bytes(params, parts.codec)
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodSpec:
-    """What is registered of a method: its factory, and what the method works with.
+    """A registered method: its factory, its options and its costs.
 
     name: in `METHODS` and configs.
     make: the factory: from the parts it names and its own numbers to the transformation.
     optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
-      "sgd", "muon". Where the factory takes no ``inner`` they name the method's own form.
-    orders: combine orders it has, the first its default.
+      "sgd", "muon". If the factory takes no ``inner``, they name the method's own form.
+    orders: its combine orders; the first is the default.
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
     copies: arrays of the parameters' size in its state, besides the local optimizer's, with its
       default numbers and order.
@@ -100,9 +100,9 @@ class MethodSpec:
       configs repeat the schedule that many times.
     pairwise: the update of an asynchronous peer (`decent_jax.peers`) in a pairwise average, from
       all numbers of the method; None: the method needs rounds. It returns ``average(x, own,
-      snapshot, pull) -> (x, own)``: the current x and state of the method; the snapshot S that the
-      peer sent; and half of the difference of the partner's snapshot to S (or the share at which
-      it counts), so that ``snapshot + pull`` is their mean.
+      snapshot, pull) -> (x, own)``, with the current x and state of the method, the snapshot S that
+      the peer sent, and half of the difference of the partner's snapshot to S (or its weighted
+      share), so that ``snapshot + pull`` is their mean.
     """
 
     name: str
@@ -128,7 +128,7 @@ class MethodSpec:
 
     @property
     def help(self) -> dict[str, str]:
-        """What each number means: the text of its ``Annotated`` type, beside its default."""
+        """The help of each number: the text of its ``Annotated`` type."""
         return {
             name: getattr(self.takes[name].annotation, "__metadata__", ("",))[0]
             for name in self.numbers
@@ -141,15 +141,15 @@ class MethodSpec:
 
     @property
     def own_momentum(self) -> bool:
-        """Whether it is an optimizer itself, and takes gradients instead of an ``inner``."""
+        """Whether it is itself an optimizer, and takes gradients instead of an ``inner``."""
         return "inner" not in self.takes
 
     def build(self, parts: Parts) -> optax.GradientTransformationExtraArgs:
         """The method as an optax transformation.
 
         Raises:
-          ValueError: a number out of range, an order, a format or a schedule it is not valid with.
-          TypeError: a number it does not have.
+          ValueError: a number out of range, or an unsupported order, format or schedule.
+          TypeError: an unknown number.
         """
         if parts.combine and parts.combine not in self.orders:
             raise ValueError(
@@ -172,8 +172,8 @@ class MethodSpec:
     def bytes_sent(self, params: Any, parts: Parts, replicas_per_node: int = 1) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule.
 
-        With ``replicas_per_node`` above 1, those that a node sends to other nodes. A method that
-        takes no schedule averages all replicas in every step.
+        With ``replicas_per_node`` above 1, bytes that a node sends to other nodes. A method
+        without a schedule averages all replicas in every step.
         """
         schedule, every = parts.schedule, parts.mix_every
         if "schedule" not in self.takes:
@@ -193,9 +193,9 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(_METHODS)  # every method b
 def register(
     name: str, make: Callable[..., optax.GradientTransformationExtraArgs], **declared: Any
 ) -> MethodSpec:
-    """Make a method known by its name, in `METHODS` and in configs.
+    """Register a method under its name, for `METHODS` and configs.
 
-    Call it in the module of the method. A config file imports the module of a method of your own;
+    Call it in the module of the method. A config file imports the module of your own method;
     the config then has a section with the method's numbers.
 
     Args:

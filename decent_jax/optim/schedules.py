@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step, in the reference's exact form."""
+"""Learning rates as functions of the step, exactly as in the reference implementation."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""SparseLoCo: outer steps along the largest parts of what replicas have learned."""
+"""SparseLoCo: outer steps along the largest components of the replicas' movements."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -22,18 +22,16 @@ def sparseloco(
     same_init: bool = True,
     mix_every: int = 1,
     *,
-    density: Annotated[float, "part of every chunk that is sent, in (0, 1]"] = 1 / 64,
+    density: Annotated[float, "share of every chunk that is sent, in (0, 1]"] = 1 / 64,
     chunk: Annotated[int, "numbers per chunk"] = 4096,
     bits: Annotated[int, "2 or 32, per number sent"] = 2,
-    decay: Annotated[float, "share of what was not sent that is kept, in [0, 1]"] = 0.95,
+    decay: Annotated[float, "decay of the residual, in [0, 1]"] = 0.95,
     outer_learning_rate: Annotated[float, "factor of the movement"] = 1.0,
-    clipped: Annotated[bool, "True: no message counts for more than their median norm"] = False,
-    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
-    carry: Annotated[
-        bool, "True: a replica keeps what it learned while the message travelled"
-    ] = False,
+    clipped: Annotated[bool, "True: clip messages to their median norm"] = False,
+    delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
+    carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
+    r"""SparseLoCo: DiLoCo with sparse messages and error feedback.
 
     With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of
     every chunk in 2 bits each (`decent_jax.gossip.sparse.ChunkedTopK`):
@@ -44,28 +42,28 @@ def sparseloco(
         \theta \leftarrow \theta - \eta\, \tfrac1n \textstyle\sum_j q_j, \qquad
         x_i \leftarrow \theta
 
-    What C drops stays in e and is sent later; e is also the momentum, so there is none outside.
-    With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer momentum. It is
-    the rule of `diloco` with a codec, and this codec.
+    The residual of C stays in e and is sent later; e also acts as momentum, so there is no outer
+    momentum. With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer
+    momentum. It is `diloco` with this codec.
 
-    ``clipped`` shortens what every replica sends of an array to the median of their norms, so that
-    no replica of many leads the others astray:
+    ``clipped`` scales each replica's message for an array down to the median of their norms, so
+    that no single replica can mislead the others:
 
     .. math:: q_j \leftarrow q_j \min\Big(1,\ \frac{\mathrm{median}_k |q_k|}{|q_j| + 10^{-8}}\Big)
 
-    Coded messages cannot be added on their way, so every replica receives those of all others, and
-    sends its own n - 1 times: fewer bytes than a float32 average where n is below 280 at the
-    published numbers. Two copies of the parameters (``theta`` and e).
+    Encoded messages cannot be added in transit, so every replica receives those of all others and
+    sends its own n - 1 times: fewer bytes than a float32 average if n is below 280 at the
+    published settings. Two copies of the parameters (``theta`` and e).
 
     Args:
       inner, axis_name: as in `diloco`.
-      schedule: ``complete``. On another graph ``theta`` would drift apart, since replicas
-        exchange movements only; `choco` corrects this with the same compressor.
+      schedule: ``complete``. On another graph ``theta`` would drift apart, because replicas
+        exchange only movements; `choco` corrects this with the same compressor.
       same_init: must be True, for the same reason.
       density: the share of every chunk that is sent, in (0, 1].
       chunk: numbers per chunk.
       bits: 2 or 32 per number sent.
-      decay: the share beta of what was not sent that is kept, in [0, 1].
+      decay: the decay beta of the residual, in [0, 1].
       outer_learning_rate: the factor eta of the movement.
       clipped: whether messages are clipped, as in Covenant-72B.
       mix_every, delay, carry: as in `diloco`.

@@ -20,7 +20,7 @@ from decent_jax.topology import Schedule
 class SwarmState(NamedTuple):
     """Own state of `swarm`."""
 
-    y: jax.Array | None  # shape=(), dtype=float32: what the lattice reaches; None without one
+    y: jax.Array | None  # shape=(), dtype=float32: reach of the lattice; None without one
     published: Any  # S, like params: the last snapshot; None when blocking
 
 
@@ -33,25 +33,25 @@ def swarm(
     *,
     bits: Annotated[int, "8, 16 or 32, per parameter"] = 32,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Random pairs average; in between, every replica makes its own local steps.
+    r"""Random pairs average; in between, every replica makes local steps.
 
     In a round in which i averages with j (a replica without a partner only makes its local step):
 
     .. math::
-        \text{then (blocking):}\quad & y_i = x_i + \Delta_i(x_i), \qquad
+        \text{atc (blocking):}\quad & y_i = x_i + \Delta_i(x_i), \qquad
             x_i \leftarrow y_i + \tfrac12 \big(Q(y_j) - Q(y_i)\big) \\
-        \text{with (non-blocking):}\quad & y_i = x_i + \Delta_i(x_i), \qquad
+        \text{awc (non-blocking):}\quad & y_i = x_i + \Delta_i(x_i), \qquad
             x_i \leftarrow y_i + \tfrac12 \big(Q(S_j) - Q(S_i)\big), \qquad S_i \leftarrow x_i
 
-    S is the snapshot that a replica published after its last average. The message is known since
-    then, so no replica waits, and the local steps made since are added to the average. Both orders
-    keep the mean over replicas exactly, with any Q. Local steps between averages: fixed with
-    ``mix_every``; geometric with ``random_matching(meet=1/H)``, in which a pair averages with
+    S is the snapshot that a replica published after its last average. The message has been known
+    since then, so no replica waits, and the local steps since then are added to the average. Both
+    orders preserve the mean over replicas exactly, with any Q. Local steps between averages: fixed
+    with ``mix_every``; geometric with ``random_matching(meet=1/H)``, in which a pair averages with
     probability 1/H per step; any numbers with ``active`` (a replica with ``active=False`` makes no
     update in that step).
 
-    A replica whose parameters are not finite takes its partner's copy. With a lattice and "atc" it
-    cannot decode one, and stays as it is; the others ignore it.
+    A replica whose parameters are not finite takes its partner's parameters. With a lattice and
+    "atc" it cannot decode them, and stays unchanged; the others ignore it.
 
     One message per average (8 or 16 bits per parameter with a lattice); one copy of the parameters
     (S) with ``combine="awc"``.
@@ -60,13 +60,13 @@ def swarm(
       inner: the local optimizer; its state stays local.
       schedule: of pairs in every round, such as ``random_matching`` (of an r-regular graph with
         ``degree=r``), ``hypercube``, ``ring``.
-      combine: ``"awc"`` averages what was published, ``"atc"`` the parameters of this step.
+      combine: ``"awc"`` averages published snapshots, ``"atc"`` the parameters of this step.
       axis_name: as in `decentralized`.
-      distance: what the lattice reaches at the first average, see `decent_jax.gossip.codecs`.
-      bits: 8, 16 or 32 per parameter; 32 sends parameters as they are.
+      distance: reach of the lattice at the first average, see `decent_jax.gossip.codecs`.
+      bits: 8, 16 or 32 per parameter; 32 sends parameters uncompressed.
 
     Raises:
-      ValueError: a schedule that is not made of pairs, or other bits.
+      ValueError: a schedule that does not consist of pairs, or other bits.
 
     References:
       Nadiradze et al., `Asynchronous Decentralized SGD with Quantized and Local Updates
@@ -92,9 +92,9 @@ def swarm(
         else:
             leaves, structure = jax.tree.flatten(mine)
             lattice = Lattice(bits).reaching(y, _largest(mine))
-            # A side that is not finite says that the copy is not, whatever its points decode to.
+            # A non-finite side marks a non-finite snapshot, whatever its points decode to.
             lattice = dataclasses.replace(lattice, side=jnp.where(fine, lattice.side, jnp.nan))
-            # The barrier keeps XLA from rounding the own copy again, differently from what is sent.
+            # The barrier keeps XLA from rounding the snapshot again, differently from the message.
             sent = jax.lax.optimization_barrier([lattice.encode(x) for x in leaves])
             received, weight = _receive(sent, round)
             decoded, theirs = (
@@ -106,8 +106,8 @@ def swarm(
             (read_by_them,), _ = _receive((read,), round)
             meets = read & read_by_them & (weight > 0)
             nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
-            # Only the sender that was not decoded widens its lattice; if the receiver did, too, one
-            # failure would cause others.
+            # Only the sender that was not decoded widens its lattice; if the receiver did so too,
+            # one failure would cause others.
             farther = jnp.where(read_by_them | ~both_fine, y, GROW * y)
             y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
         pull = trees.scale(0.5, optax.tree.sub(theirs, decoded))

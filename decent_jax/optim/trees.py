@@ -1,12 +1,12 @@
-"""Trees of arrays: arithmetic that keeps dtypes, and the guard against what is not finite.
+"""Trees of arrays: arithmetic that keeps dtypes, and the guard against non-finite numbers.
 
-What is not finite is rejected where it arises, and never mixed in: an update from a loss or a
-gradient that is not finite is rejected, single numbers of it that overflow are left out, and
-neighbours ignore parameters that are not finite. This costs one pass over the gradients and one
-over the parameters, and no message but a flag with each mix.
+Non-finite numbers are rejected where they arise and never mixed in: an update with a non-finite
+loss or gradient is rejected, single numbers that overflow become 0, and neighbours ignore
+parameters that are not finite. This costs one pass over the gradients, one over the parameters, and
+one flag per message.
 
 `optax.apply_if_finite` is the same idea for one model. It checks the whole update before it writes
-any of it, under a ``lax.cond``, stops the counts of learning-rate schedules, and cannot bring back
+any of it, under a ``lax.cond``, stops the counts of learning-rate schedules, and cannot restore
 parameters that are not finite.
 
 For other arithmetic there is `optax.tree`.
@@ -33,7 +33,7 @@ def scale(factor: Any, tree: Any) -> Any:
 
 
 def copy(tree: Any) -> Any:
-    """Equal arrays in buffers of their own: a donated state must not hold one array twice."""
+    """Equal arrays in separate buffers: a donated state must not hold one array twice."""
     return jax.tree.map(jnp.array, tree)
 
 
@@ -41,7 +41,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """``params + updates``, where a parameter that is not finite counts as zero.
 
     Methods compute their updates from the same zeros, so a replica whose parameters were not
-    finite continues from its neighbours' average. Otherwise equal to `optax.apply_updates`.
+    finite continues from its neighbours' average. Otherwise it equals `optax.apply_updates`.
     """
     return optax.apply_updates(jax.tree.map(finite_or_zero, params), updates)
 
@@ -50,7 +50,7 @@ def all_finite(tree: Any) -> jax.Array:
     """() bool."""
     # Not by the largest magnitude, which is faster: XLA's CPU loses a NaN in it (jaxlib 0.10.2).
     # Not by isfinite: XLA would compute it once for this and for `finite_or_zero`, and keep it
-    # till then.
+    # until then.
     return _all((jnp.abs(leaf) < jnp.inf).all() for leaf in jax.tree.leaves(tree))
 
 
@@ -63,11 +63,11 @@ def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
 
 
 def unspoiled(update: Any) -> jax.Array:
-    """() bool: the smallest array is finite, and no other small one lacks a finite number.
+    """() bool: the smallest array is finite, and every other small one has a finite number.
 
-    Small are arrays of up to 256 numbers, and those that hold 1/64 of all. Several, since the
-    smallest may be frozen; and no more, since to read an array of an update writes it out before
-    it is applied.
+    Small arrays have up to 256 numbers, or together 1/64 of all. We check several because the
+    smallest may be frozen, and no more because reading an array of an update forces XLA to write it
+    out before it is applied.
     """
     leaves = sorted((x for x in jax.tree.leaves(update) if x.size), key=lambda x: x.size)
     total, held, flags = sum(x.size for x in leaves), 0, [all_finite(leaves[:1])]
@@ -79,7 +79,7 @@ def unspoiled(update: Any) -> jax.Array:
 
 
 def with_own_keys(state: Any, replica: Callable[[], jax.Array]) -> Any:
-    """An optimizer's state whose random keys, equal at first, are those of this replica.
+    """An optimizer's state in which the random keys, initially equal, become this replica's own.
 
     Keys are arrays of a key type, and those of uint32 in a field whose name ends in "key".
     """
@@ -99,16 +99,16 @@ def with_own_keys(state: Any, replica: Callable[[], jax.Array]) -> Any:
 def _all(flags: Iterable[jax.Array]) -> jax.Array:
     """The conjunction as a reduction of negations, which XLA computes once.
 
-    XLA fuses a chain of ``and``, and a plain reduction of a stack, which it turns into such a
-    chain, into each of its uses: flags of all arrays into the update of each array. That took two
-    thirds of the time to compile a step of 65 arrays.
+    XLA fuses a chain of ``and`` into each of its uses, and turns a plain reduction of a stack into
+    such a chain: the flags of all arrays went into the update of each array. That took two thirds
+    of the time to compile a step of 65 arrays.
     """
     flags = list(flags)
     return ~(~jnp.stack(flags)).any() if flags else jnp.array(True)
 
 
 def select(ok: jax.Array, new: Any, old: Any) -> Any:
-    """``new`` where ok, else ``old``; counts of learning-rate schedules always go on."""
+    """``new`` if ok, else ``old``; counts of learning-rate schedules always advance."""
     counts, injected = optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState
 
     def kept(new, old):

@@ -1,4 +1,4 @@
-"""What methods ask of schedules and numbers; each raises ValueError in a sentence with both."""
+"""Checks of schedules and numbers for methods; each raises ValueError and names both."""
 
 import warnings
 from typing import Any
@@ -29,14 +29,15 @@ def below_one(name: str, value: Any) -> None:
 
 
 def combine(order: str) -> None:
-    """An order that exists."""
+    """A known combine order."""
     if order not in ("awc", "atc"):
         raise ValueError(f"combine must be 'awc' or 'atc', got {order!r}")
 
 
-# They keep the first parameters only to measure how far they have come.
+# They keep the initial parameters only to measure the distance from them.
 _MEASURE = (optax.contrib.DoGState, optax.contrib.DoWGState)
-# They estimate their rate from gradients that must vanish at the optimum, as a replica's do not.
+# They estimate their learning rate from gradients that must vanish at the optimum; a replica's
+# own gradient does not.
 _ESTIMATE = (
     optax.contrib.DAdaptAdamWState,
     optax.contrib.ProdigyState,
@@ -45,9 +46,9 @@ _ESTIMATE = (
 
 
 def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
-    """A local optimizer that goes on from parameters that mixing has moved.
+    """A local optimizer that continues from mixed parameters.
 
-    One that keeps a copy of the parameters sets them from it, and so takes back what mixing did.
+    One that keeps a copy of the parameters restores them from it, and so undoes the mixing.
     """
 
     def kept(x):
@@ -91,7 +92,7 @@ def is_schedule(method: str, given: Any) -> None:
 
 
 def row_stochastic(method: str, schedule: Schedule) -> None:
-    """Every replica's weights sum to 1, as a sender's shares do on all schedules."""
+    """Every replica's weights sum to 1; a sender's shares do so on all schedules."""
     if any(np.abs(rnd.matrix.sum(1) - 1).max() > _TOLERANCE for rnd in schedule.rounds):
         raise ValueError(
             f"{method} averages, but on {schedule.name} the weights of what a replica receives do "
@@ -100,7 +101,7 @@ def row_stochastic(method: str, schedule: Schedule) -> None:
 
 
 def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) -> None:
-    """One round, in every step, in which i gives to j as much as j gives to i."""
+    """The same symmetric mixing matrix in every step."""
     if schedule.period > 1 or mix_every > 1:
         what = f"mix_every={mix_every}" if mix_every > 1 else schedule.name
         raise ValueError(
@@ -119,7 +120,7 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
     """The disagreement of ``x+ = (I + W)/2 (2 x - x-)`` does not grow over a period.
 
     This is exact diffusion without gradients. On a symmetric static W the disagreement always
-    shrinks; elsewhere its growth is computed, from the eigenvalues of a period on (x, x-).
+    shrinks; otherwise its growth is computed from the eigenvalues of a period acting on (x, x-).
     """
     eye = np.eye(schedule.num_replicas)
     period = np.eye(2 * len(eye))
@@ -129,7 +130,7 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
         half = (eye + (eye if r is None else schedule.matrix(r))) / 2
         period = np.block([[2 * half, -half], [eye, 0 * eye]]) @ period
     growth = float(np.abs(np.linalg.eigvals(period)).max()) ** (1 / steps)
-    if growth > 1 + 1e-4:  # 1 is a double eigenvalue, which rounding splits
+    if growth > 1 + 1e-4:  # 1 is a double eigenvalue, split by rounding
         how = f" with mix_every={mix_every}" if mix_every > 1 else ""
         raise ValueError(
             f"{method} diverges on {schedule.name}{how}: its disagreement grows by {growth:.4f} "
@@ -139,7 +140,7 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
 
 
 def static_messages(method: str, schedule: Schedule) -> None:
-    """One round only, of messages and not of group means."""
+    """A single round, of messages and not of group means."""
     is_schedule(method, schedule)
     if schedule.period > 1 or schedule.rounds[0].group_size > 1:
         what = "changes them" if schedule.period > 1 else "averages in groups"
@@ -177,7 +178,7 @@ def averages(method: str, schedule: Schedule) -> None:
 
 
 def phases(method: str, schedule: Schedule, count: int) -> None:
-    """A multiple of ``count`` rounds, each known by its number, for methods that count them."""
+    """A multiple of ``count`` distinct rounds, for methods that count them."""
     distinct = len({id(rnd) for rnd in schedule.rounds}) == schedule.period
     if count > 1 and (schedule.period % count or not distinct):
         has = schedule.period if distinct else f"{schedule.period}, some of them the same"
@@ -188,7 +189,7 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
 
 
 def matchings(method: str, schedule: Schedule) -> None:
-    """In every round replicas average in pairs, 1/2 each, or idle."""
+    """In every round replicas average in pairs, 1/2 each, or are idle."""
     is_schedule(method, schedule)
     for rnd in schedule.rounds:
         off = rnd.matrix - np.diag(np.diag(rnd.matrix))

@@ -1,4 +1,4 @@
-"""Methods that few use; the rule of entry is in CONTRIBUTING.md, "Add an algorithm"."""
+"""Rarely used methods; for the requirements see CONTRIBUTING.md, "Add an algorithm"."""
 
 from decent_jax.optim.contrib.choco import choco as choco
 from decent_jax.optim.contrib.corrected import d2 as d2

@@ -1,4 +1,4 @@
-"""CHOCO: differences to public copies, compressed."""
+"""CHOCO: compressed differences to public copies."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -30,10 +30,10 @@ def choco(
     seed: int = 0,
     *,
     compressor: Annotated[str, '"top_k" or "int8"'] = "top_k",
-    fraction: Annotated[float, 'part of each array that "top_k" sends, in (0, 1]'] = 0.1,
+    fraction: Annotated[float, 'share of each array that "top_k" sends, in (0, 1]'] = 0.1,
     gamma: Annotated[float, "consensus step size"] = 0.2,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replicas know each other by public copies, which they correct by compressed messages.
+    r"""Replicas keep public copies of each other, corrected by compressed messages.
 
     With ``x_hat_i`` the public copy of replica i, C the compressor and ``Delta_i`` the
     update of ``inner``:
@@ -44,19 +44,19 @@ def choco(
         s_i \leftarrow s_i + \sum_j W_{ij} q_j \quad (= \sum_j W_{ij} \hat x_j) \\
         x_i &\leftarrow y_i + \gamma (s_i - \hat x_i)
 
-    What C drops stays in ``y - x_hat`` and is sent later, so consensus is reached however
-    coarse C is, if ``gamma`` is small enough; the mean is kept at every step. Only
-    ``q_i`` travels: s is kept and corrected, so the graph must be static. One compressed
+    The residual of C stays in ``y - x_hat`` and is sent later, so consensus is reached with
+    any C if ``gamma`` is small enough; the mean is preserved at every step. Only
+    ``q_i`` is sent: s is kept and corrected, so the graph must be static. One compressed
     message per step, two copies of the parameters (``x_hat_i`` and ``s_i``).
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.
-      same_init: public copies begin at the parameters, which are then the same on all
+      same_init: public copies start at the parameters, which are then the same on all
         replicas; False: at zero, as in the paper.
       seed: of the rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
-      fraction: how much of each array ``"top_k"`` sends, in (0, 1].
-      gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
+      fraction: share of each array that ``"top_k"`` sends, in (0, 1].
+      gamma: consensus step size; smaller for a coarser C, diverges if too large. On a ring of 8
         without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for
         the top 10%, and 0.05 for the top 1%.
 
@@ -78,7 +78,7 @@ def choco(
         y = trees.add(params, update)
         if round is None:
             return y, own, inner, ok
-        # A replica that is not finite sends zeros, so that its public copy stays as it was, and
+        # A replica that is not finite sends zeros, so that its public copy does not change, and
         # continues from the average of the public copies.
         gap = optax.tree.sub(y, own.x_hat)
         fine = trees.all_finite(gap)
@@ -97,7 +97,7 @@ def choco(
 
 
 def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:
-    """The format of that name, whose noise is that of the seed."""
+    """The format of that name, with noise from the seed."""
     if not 0 < fraction <= 1:
         raise ValueError(f"choco.fraction must be above 0 and at most 1, got {fraction}")
     named = {"top_k": TopK(fraction), "int8": Int8(seed)}

@@ -1,4 +1,4 @@
-"""Methods that converge to the optimum itself, however different the replicas' data are."""
+"""Bias-corrected methods: they converge to the optimum for any data heterogeneity."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ def exact_diffusion(
         x_i \leftarrow \sum_j \bar W_{ij} \phi_j, \qquad \psi_i \leftarrow \psi_i^{+}
 
     and ``psi_i = x_i`` before the first step. One message per step, one copy of the parameters
-    (psi). With ``optax.sgd`` at a fixed rate the limit is the optimum of the average loss.
+    (psi). With ``optax.sgd`` at a fixed learning rate the limit is the optimum of the average loss.
 
-    Valid on static undirected graphs, and on other pairs of (schedule, ``mix_every``) on which the
-    disagreement, which is computed, does not grow over a period: on ``one_peer_exp`` and
-    ``hypercube`` for example in every step, but not in every third; on ``bidirectional_ring`` with
-    8 replicas up to every fourth.
+    Valid on static undirected graphs, and for other pairs of (schedule, ``mix_every``) if the
+    computed disagreement does not grow over a period: for example, on ``one_peer_exp`` and
+    ``hypercube`` in every step, but not in every third; on ``bidirectional_ring`` with 8 replicas
+    up to every fourth.
 
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
@@ -57,11 +57,11 @@ def d2(
     mix_every: int = 1,
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""D2: `exact_diffusion` with W itself, so it agrees twice as fast where it is stable.
+    r"""D2: `exact_diffusion` with W itself; consensus is twice as fast where it is stable.
 
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
-    (with ``optax.sgd``; another ``inner`` gives its own update). Only on a static symmetric W
+    (with ``optax.sgd``; another ``inner`` has its own update). Only for a static symmetric W
     whose smallest eigenvalue is above -1/3: it raises below, and warns within 1e-6 of it.
 
     References:
@@ -83,7 +83,7 @@ def _diffusion(inner, mixing, half):
         mixed = x = mixing(phi, round, local.count)
         if half:
             x = trees.scale(0.5, trees.add(phi, mixed))
-        # A replica that is not finite begins again from the neighbours' average.
+        # A replica that is not finite restarts from the neighbours' average.
         fine = trees.all_finite(phi)
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
         return x, DiffusionState(psi), inner, ok
@@ -109,24 +109,24 @@ def gradient_tracking(
     r"""Every replica tracks the average gradient and steps along it.
 
     .. math::
-        \text{with:}\quad & q_i \leftarrow \sum_j W_{ij} q_j + g_i - g_i^{-}, \qquad
+        \text{awc:}\quad & q_i \leftarrow \sum_j W_{ij} q_j + g_i - g_i^{-}, \qquad
             x_i \leftarrow \sum_j W_{ij} x_j + \Delta_i(q_i) \\
-        \text{then:}\quad & q_i \leftarrow \sum_j W_{ij} (q_j + g_j - g_j^{-}), \qquad
+        \text{atc:}\quad & q_i \leftarrow \sum_j W_{ij} (q_j + g_j - g_j^{-}), \qquad
             x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(q_j)\big)
 
     with ``q = g^- = 0`` before the first step, so that ``sum_i q_i = sum_i g_i``
-    always. The messages of "awc" are known when the step begins. Two messages per step, two copies
-    of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on
-    every doubly stochastic schedule.
+    always. The messages of "awc" are known at the start of the step. Two messages per step, two
+    copies of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q.
+    Valid on every doubly stochastic schedule.
 
-    Unlike in DIGing, q is mixed by the round of the step that uses it, not by the round before; on
-    a schedule of one round that is the same. The limit is the same on all schedules, the learning
-    rates that are stable are not.
+    Unlike in DIGing, q is mixed by the round of the step that uses it, not by the previous round;
+    on a schedule of one round that is the same. The limit is the same on all schedules, but the
+    range of stable learning rates is not.
 
-    With Muon inside it tracks before it orthogonalises, as it must: averages of orthogonalised
-    local gradients vanish in other places than the average gradient. "awc" is then SUDA-Muon with
-    tracking as its backbone; "atc", without Nesterov momentum, is on static graphs DeMuon, whose
-    momentum before tracking and this one after it are the same.
+    With Muon inside, it tracks before it orthogonalizes. This is necessary: averages of
+    orthogonalized local gradients vanish at other points than the average gradient. "awc" is then
+    SUDA-Muon with tracking as its backbone. "atc", without Nesterov momentum, is DeMuon on static
+    graphs, where momentum before tracking (theirs) and after it (ours) are equal.
 
     References:
       Di Lorenzo and Scutari, `NEXT <https://arxiv.org/abs/1602.00591>`_, 2016; Nedic et al.,
@@ -138,12 +138,12 @@ def gradient_tracking(
     mixing = Mixing(schedule, axis_name, codec, "gradient_tracking")
 
     def step(params, own, round, local):
-        # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
+        # A non-finite gradient changes nothing: the sum of q remains that of the last finite ones.
         fine = trees.acceptable(local.grads, None)
         g = optax.tree.where(fine, local.grads, own.g)
         change = optax.tree.sub(g, own.g)
         if combine == "awc":
-            # With flags of their own: q of a replica whose x is lost still counts in the sum.
+            # Separate flags: q of a replica whose x is lost still counts in the sum.
             x = mixing(params, round, local.count)
             q = trees.add(mixing(own.q, round, local.count, nth=1), change)
         else:

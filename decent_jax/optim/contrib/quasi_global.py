@@ -1,4 +1,4 @@
-"""Quasi-global momentum: that of the movement which mixing really made."""
+"""Quasi-global momentum: momentum of the movement of the mixed model."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -28,7 +28,7 @@ def quasi_global_sgd(
     gradient: optax.GradientTransformation | None = None,
     codec: Codec | None = None,
     *,
-    mu: Annotated[float, "share of the momentum that is kept, in [0, 1)"] = 0.9,
+    mu: Annotated[float, "decay of the momentum, in [0, 1)"] = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
 
@@ -36,15 +36,15 @@ def quasi_global_sgd(
         x_i^{+} = \sum_j W_{ij} \big(x_j - \eta (g_j + \beta m_j)\big), \qquad
         m_i \leftarrow \mu m_i + (1 - \mu) (x_i - x_i^{+}) / \eta
 
-    One message per step, one copy of the parameters (m). A step with ``eta = 0`` leaves m.
-    Valid on every doubly stochastic schedule, with local steps (``round=None``) too.
+    One message per step, one copy of the parameters (m). A step with ``eta = 0`` does not change m.
+    Valid on every doubly stochastic schedule, also with local steps (``round=None``).
 
     Args:
       learning_rate: ``eta``, a float or an optax schedule of the step.
       schedule, axis_name, codec: as in `decentralized`.
       momentum: ``beta``, in [0, 1).
       gradient: applied to g first, such as clipping or L2 decay.
-      mu: share of the momentum that is kept, in [0, 1); the paper takes it equal to ``beta``.
+      mu: decay of the momentum, in [0, 1); the paper sets it to ``beta``.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
@@ -64,7 +64,7 @@ def quasi_global_sgd(
 
         def follow(m, d):
             new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / divisor.astype(m.dtype)
-            # A replica that is not finite moves by no number that its momentum could follow.
+            # A replica that is not finite has no movement for its momentum to follow.
             return jnp.where(is_zero | ~jnp.isfinite(d), m, new)
 
         m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
