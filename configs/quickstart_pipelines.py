@@ -1,4 +1,4 @@
-"""Two replicas of three stages each learn Python's own standard library: six cells on this machine.
+"""Two replicas of three stages each learn Python's own standard library: six workers.
 
 Source: none; the data and the model are those of configs/quickstart.py, with two replicas. Each
 stage of a replica is a process of its own, which Ray starts; activations travel from stage to

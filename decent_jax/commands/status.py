@@ -140,13 +140,13 @@ def _ms(seconds: Any) -> str:
 
 
 def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
-    """(kind, rows by name) of processes or cells, peers, and replicas; a row is words by column.
+    """(kind, rows by name) of processes or workers, peers, and replicas; a row is words by column.
 
-    Who computes longer than the others is slow; a cell computes nothing while it waits.
+    A process that computes longer than the others is slow; a worker does not compute while it waits.
     """
     kind, computes, waits = "process", "comm/gradient_s", "comm/message_s"
     if state.start.get("stages"):
-        kind, computes, waits = "cell", "compute_s", "wait_s"
+        kind, computes, waits = "worker", "compute_s", "wait_s"
     peers = {str(rank): one for rank, one in state.peers.items()}
     trains = "trains" if state.word in ("running", "silent") else state.word
     for what, found in ((kind, state.processes), ("peer", peers)):

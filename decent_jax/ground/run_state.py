@@ -171,7 +171,7 @@ def _start(path: Path) -> dict[str, Any]:
 
 
 def _processes(start: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The names of the processes; in pipelines of all cells, replica by replica."""
+    """The names of the processes; in pipelines of all workers, replica by replica."""
     count, stages = start.get("processes", 0), start.get("stages", 0)
     replicas = config.get("num_replicas", 0)
     if is_whole(stages, 1, 1024) and is_whole(replicas, 1, 1024):

@@ -1,8 +1,8 @@
-"""Pipelines: replicas of several machines, each of which holds a stage of the model.
+"""Pipelines: each replica spans several machines, each of which holds a stage of the model.
 
-A run is a grid of D replicas and S stages. Each cell is a Ray actor with its own jax. Activations
-travel along a pipeline, from stage to stage; between pipelines, equal stages gossip or all-reduce
-as the replicas of any other run do (`decent_jax.optim`). See docs/pipelines.md.
+A run is a grid of D replicas and S stages. Each worker is a Ray actor with its own jax. Activations
+pass from stage to stage of a replica; equal stages of different replicas gossip or all-reduce as
+in any other run (`decent_jax.optim`). See docs/pipelines.md.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ FIELDS = {
         2, "stages that each replica is cut into, a Ray actor each", at_least=1
     ),
     "pipeline.micro_batches": Field(
-        1, "parts of a replica's batch that are on their way through the stages", at_least=1
+        1, "micro-batches that a replica's batch is split into", at_least=1
     ),
     "pipeline.layers": Changeable(
-        "", 'layers of each stage, such as "4,4,3"; empty: all take equally long'
+        "", 'layers per stage, such as "4,4,3"; empty: balanced by compute time'
     ),
     "pipeline.order": Changeable(
         "1f1b", "order of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
@@ -32,25 +32,25 @@ FIELDS = {
     "pipeline.address": Changeable(
         "", '"auto" or "host:port" of a Ray cluster; empty: this machine'
     ),
-    "pipeline.cpus": Changeable(0.0, "cores that Ray reserves for a stage; 0: none", at_least=0),
-    "pipeline.gpus": Changeable(0.0, "GPUs that Ray gives to a stage", at_least=0),
+    "pipeline.cpus": Changeable(0.0, "cores that Ray reserves per stage; 0: none", at_least=0),
+    "pipeline.gpus": Changeable(0.0, "GPUs that Ray assigns per stage", at_least=0),
 }
 
 
 def check(config: ConfigDict) -> None:
-    """Check all that can be checked before anything starts; see `decent_jax.pipelines.part`."""
+    """Check the config before anything starts; see `decent_jax.pipelines.part`."""
     from decent_jax.pipelines import part
 
     part.check(config)
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.runner.run`."""
+    """Train pipelines in ``workdir``; see `decent_jax.pipelines.runner.run`."""
     return _runner(config).run(config, workdir)
 
 
 def dry_run(config: ConfigDict) -> None:
-    """Start the cells of all stages, and time their steps."""
+    """Start all workers, and time their steps."""
     _runner(config).dry_run(config)
 
 

@@ -1,4 +1,4 @@
-"""The links between the nodes of a Ray cluster, measured by an actor on each."""
+"""Measurement of the links between the nodes of a Ray cluster, by an actor on each."""
 
 import os
 from typing import Any
@@ -11,11 +11,11 @@ from decent_jax.actors.handles import Actors, Silent, Unanswered, own_host
 from decent_jax.actors.ray_cluster import check_address, leave_launcher, running
 from decent_jax.cluster import preflight
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.pipelines.cell import free_address, join
+from decent_jax.pipelines.worker import free_address, join
 
 
 class Probe:
-    """A process of jax on one node, as the cells of a run are."""
+    """A jax process on one node, like a worker of a run."""
 
     def address(self) -> str:
         """See `free_address`."""
@@ -66,21 +66,21 @@ def measured(
         actors.start(Probe, on=node, cpus=pipeline.cpus, gpus=pipeline.gpus) for node in nodes
     ]
     try:
-        started = [one.call("address") for one in probes]
-        coordinator, *_ = [one.result(config.cluster.timeout_s) for one in started]
-        own = config.cluster.exchange_s, num_bytes, repeats
+        started = [probe.call("address") for probe in probes]
+        coordinator, *_ = [call.result(config.cluster.timeout_s) for call in started]
+        sizes = config.cluster.exchange_s, num_bytes, repeats
         calls = [
-            one.call("measure", (coordinator, len(probes), k), *own) for k, one in enumerate(probes)
+            p.call("measure", (coordinator, len(probes), k), *sizes) for k, p in enumerate(probes)
         ]
-        (latency, bandwidth), *_ = [one.result() for one in calls]
-    except Silent:  # such as of a node that has not got pipeline.cpus
+        (latency, bandwidth), *_ = [call.result() for call in calls]
+    except Silent:  # such as a node with fewer cores than pipeline.cpus
         raise PeerLost(
-            "the links could not be measured: a node has started no process within "
+            "the links could not be measured: a node did not start a process within "
             f"cluster.timeout_s ({config.cluster.timeout_s} s)"
         ) from None
     except Unanswered as error:
         raise PeerLost(f"the links could not be measured: a node {error}") from None
     finally:
-        for one in probes:
-            one.kill()
+        for probe in probes:
+            probe.kill()
     return latency, bandwidth, [f"{node.names[0]}/0" for node in nodes]

@@ -1,4 +1,4 @@
-"""What a stage is made of: its part of the model, its place among the replicas, its method."""
+"""The parts of a stage: its part of the model, its placement, its method."""
 
 import math
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ TABLE = "wte"  # the token embedding, which a tied output layer shares
 
 
 class Part(NamedTuple):
-    """A stage's part of the model, with the members of a task that `init_state` asks for.
+    """A stage's part of the model, with the members of a task that `init_state` needs.
 
     Every parameter belongs to one stage. A tied output layer borrows the token embedding of the
-    first stage, which gets the gradient back.
+    first stage and returns its gradient.
     """
 
     task: Any  # of the whole model
@@ -55,35 +55,35 @@ class Part(NamedTuple):
 
     @property
     def lends(self) -> bool:
-        """Whether its token embedding is the output layer of another stage."""
+        """Whether another stage uses its token embedding as output layer."""
         return self.task.config.tied and self.is_first and not self.is_last
 
     @property
     def borrows(self) -> bool:
-        """Whether its output layer is the token embedding of another stage."""
+        """Whether its output layer is the token embedding of the first stage."""
         return self.task.config.tied and self.is_last and not self.is_first
 
     def of_whole(self, params: Any) -> Any:
-        """The parameters that belong to it, out of those of the whole model."""
-        own = decoders.part(self.task.config, params, self.start, self.stop)
-        return {name: own[name] for name in own if not (self.borrows and name == TABLE)}
+        """Its parameters, out of those of the whole model."""
+        params = decoders.part(self.task.config, params, self.start, self.stop)
+        return {name: params[name] for name in params if not (self.borrows and name == TABLE)}
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """Its initial parameters; under `jax.jit` nothing else is drawn."""
+        """Its initial parameters; under `jax.jit` no others are drawn."""
         params, model_state = self.task.init(key)
         return self.of_whole(params), model_state
 
     def load_params(self) -> Any | None:
-        """Its part of the parameters to begin from, or None."""
+        """Its part of the pretrained parameters, or None."""
         loaded = self.task.load_params()
         return None if loaded is None else self.of_whole(loaded)
 
 
 def layers_of(config: ConfigDict, model: gpt2.GPT2Config, plan: Plan | None = None) -> list[int]:
-    """The layers of each stage: those that the config names, else those of the plan, if any.
+    """The number of layers of each stage: from the config, else from the plan, if any.
 
-    Else all take equally long, where the output layer counts in proportion: parameters of its
-    matrix over those of a block.
+    Otherwise the stages are balanced; the output layer counts by its parameters relative to those
+    of a block.
     """
     named = config.pipeline.layers or ",".join(map(str, plan.layers or () if plan else ()))
     last_costs = model.vocab_size * model.width / (12 * model.width**2)
@@ -93,10 +93,10 @@ def layers_of(config: ConfigDict, model: gpt2.GPT2Config, plan: Plan | None = No
 def method(
     config: ConfigDict, schedule: Schedule, rate: optax.Schedule, placement: Placement
 ) -> optax.GradientTransformationExtraArgs:
-    """The method of one stage of a replica; its gradients are clipped already.
+    """The method of one stage of a replica, for gradients that are already clipped.
 
-    The norm for clipping is that of all stages together. For the same reason ``all_reduce`` gets
-    gradients that are averaged already, and is then a method without rounds.
+    Clipping needs the norm over all stages. For the same reason ``all_reduce`` receives averaged
+    gradients, and is then a method without rounds.
     """
     unclipped = ConfigDict(config.to_dict())
     unclipped.optimizer.clip_norm = 0.0
@@ -139,12 +139,12 @@ def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:
 
 
 def place(num_replicas: int) -> Placement:
-    """A row for each replica: one in each process of a stage, or all on this one's device."""
+    """One row per replica: one in each process of a stage, or all on this process's device."""
     count = jax.process_count()
     devices = [jax.local_devices(process_index=p)[0] for p in range(count)]
     return replicas.place(num_replicas, devices)
 
 
 def total_norm(squares: list[float]) -> float:
-    """The norm of a gradient whose stages have these sums of squares."""
+    """The norm of a gradient, from the sums of squares of its stages."""
     return math.sqrt(math.fsum(squares))

@@ -1,4 +1,4 @@
-"""The process of `train.py`: the runner whose steps are made by cells, and their checkpoints."""
+"""The process of `train.py`: the runner that lets the workers train."""
 
 import contextlib
 import math
@@ -17,10 +17,10 @@ from ml_collections import ConfigDict
 from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.ground.format import format_bytes, format_duration, format_number
-from decent_jax.pipelines.cell import open_run
-from decent_jax.pipelines.cells import CellCheckpoints, Cells, nodes_of
+from decent_jax.pipelines.executor import Span
 from decent_jax.pipelines.part import bytes_between_stages
-from decent_jax.pipelines.worker import Span
+from decent_jax.pipelines.worker import open_run
+from decent_jax.pipelines.workers import WorkerCheckpoints, Workers, nodes_of
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import Saver, change_of
@@ -33,7 +33,7 @@ from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import TIMED
 from decent_jax.train.workdir import Workdir
 
-_LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
+_LONGEST_SPAN_S = 5.0  # of steps between two calls of the workers
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 
 def dry_run(config: ConfigDict) -> None:
-    """Let all cells make a few steps, the first of which compile, and time the others.
+    """Let all workers make a few steps: compile in the first ones, and time the rest.
 
     Raises:
       ConfigError: the run would be refused.
@@ -57,25 +57,25 @@ def dry_run(config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def _started(config: ConfigDict, workdir: str | Path) -> Iterator["Pipelines"]:
-    """A run whose cells have begun to start."""
+    """A run whose workers are starting."""
     check_address(config, "pipeline")
     with open_run(config, workdir) as (experiment, work, plan, counts):
         config, actors = experiment.config, Actors()
         count = config.num_replicas * len(counts)
         with running(config, "pipeline", count):
             nodes, secret = nodes_of(plan, actors.nodes(), count), secrets.token_bytes(32)
-            with Cells(config, work.path, counts, nodes, secret, actors) as cells:
-                yield Pipelines(experiment, work, counts, cells)
+            with Workers(config, work.path, counts, nodes, secret, actors) as workers:
+                yield Pipelines(experiment, work, counts, workers)
 
 
 class Pipelines:
     """See `decent_jax.train.loop.Runner`."""
 
     evaluates, state, memory = True, None, None
-    peak: float | None = None  # of the cells, whose devices this process does not know
+    peak: float | None = None  # unknown: the devices belong to the workers
 
-    def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], cells: Cells):
-        self.experiment, self.work, self._cells = experiment, work, cells
+    def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], workers: Workers):
+        self.experiment, self.work, self._workers = experiment, work, workers
         self._counts, self._config = counts, experiment.config
         task: Any = experiment.task  # a `decent_jax.tasks.Task` with a `GPT2Config`
         self._crossing = bytes_between_stages(self._config, task.config)
@@ -87,14 +87,14 @@ class Pipelines:
         }
         work.say(self._describe())
         self.comm_metrics = CommMetrics(work.path)
-        self.checkpoints = CellCheckpoints(work.path, cells, self._config.checkpoint.keep)
+        self.checkpoints = WorkerCheckpoints(work.path, workers, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
-        with self.work.announce(f"starting {len(self._cells.cells)} cells"):
-            self._cells.open()
+        with self.work.announce(f"starting {len(self._workers.specs)} workers"):
+            self._workers.open()
         meta = self.checkpoints.newest(self.work.say)
         step, ahead, n = 0, 0, self._config.num_replicas
         if meta:
@@ -102,22 +102,22 @@ class Pipelines:
             ahead = meta["examples"] // self._config.batch_size - step
             if meta["num_replicas"] != n:
                 self.work.say(change_of(meta["num_replicas"], n))
-        self._cells.all("begin", step, ahead)
+        self._workers.all("begin", step, ahead)
         return step, meta
 
     def time_steps(self) -> None:
-        """Compile and time the steps, and say what they take."""
+        """Compile and time the steps, and print the result."""
         every, steps = self._config.mix_every, self.experiment.steps
         self.restore()
         with self.work.announce("compiling the steps"):
-            self._cells.all("train", 0, every, False)
+            self._workers.all("train", 0, every, False)
         began = time.perf_counter()
-        for _ in range(TIMED):  # the steps to a round, and it
-            self._cells.all("train", 0, every, False)
+        for _ in range(TIMED):  # the steps up to a round, and the round
+            self._workers.all("train", 0, every, False)
         seconds = (time.perf_counter() - began) / TIMED / every
         self.work.say(
             f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
-            f"on average here, {steps} of them {format_duration(seconds * steps)}"
+            f"on average here, {steps} steps take {format_duration(seconds * steps)}"
         )
 
     @contextlib.contextmanager
@@ -131,30 +131,30 @@ class Pipelines:
         return False
 
     def step(self, done: int, until: int) -> list[dict[str, Any]]:
-        """Let the cells make steps for some seconds; see `decent_jax.train.loop.Runner`."""
+        """Let the workers make steps for some seconds; see `decent_jax.train.loop.Runner`."""
         stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
         logs = loop.passed(self._config.log.every, done, stop) or stop == self.experiment.steps
         compiles = done == self._start
         began, clock = time.monotonic(), self._clock
         with clock.of("compiling") if compiles else contextlib.nullcontext():
-            spans: list[Span] = self._cells.all("train", done, stop, logs)
+            spans: list[Span] = self._workers.all("train", done, stop, logs)
         seconds = max(time.monotonic() - began, 1e-9)
-        both = list(zip(self._cells.cells, spans, strict=True))
-        heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
+        pairs = list(zip(self._workers.specs, spans, strict=True))
+        heads = [span for worker, span in pairs if worker.stage == 0]  # one per replica
         if not compiles:
             self._pace = seconds / (stop - done)
-            clock.waited_for_data(max(span.waited for span in heads))  # stage 0, before the others
-        elif stop == until:  # a row that ends with the step that compiles would last no time at all
+            clock.waited_for_data(max(span.waited for span in heads))  # in stage 0, the first
+        elif stop == until:  # otherwise a row that ends with the first step would take no time
             clock.begin_row(clock.of_row() + seconds, clock.waited)
         if logs:
-            squares = [span.distance for cell, span in both if cell.replica == 0]
+            squares = [span.distance for worker, span in pairs if worker.replica == 0]
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
             self._distance = Consensus(distance, relative)
             self.comm_metrics.measured = {
-                f"stages/{cell.stage}/{name}": seconds
-                for cell, span in both
-                if cell.replica == 0
+                f"stages/{worker.stage}/{name}": seconds
+                for worker, span in pairs
+                if worker.replica == 0
                 for name, seconds in span.seconds.items()
             }
         last = {
@@ -179,9 +179,9 @@ class Pipelines:
         """Nothing: `decent_jax.pipelines.part.check` refuses ``max_consensus_distance``."""
 
     def evaluate(self) -> tuple[dict[str, float], Model]:
-        """See `decent_jax.train.loop.Runner`; `CellCheckpoints` saves the model."""
+        """See `decent_jax.train.loop.Runner`; `WorkerCheckpoints` saves the model."""
         with self.work.announce("evaluating the consensus model", once=True):
-            sums = [found for found in self._cells.all("evaluate") if found is not None]
+            sums = [part for part in self._workers.all("evaluate") if part is not None]
         total, count = np.sum(sums, axis=0)
         return {"eval/loss": float(total / count)}, Model(None, None)
 
@@ -214,13 +214,13 @@ class Pipelines:
         return (
             f"{algorithm.describe(self._config, self.experiment.schedule, self._cost)}, in "
             f"{len(self._counts)} stages of {layers} layers; {pipeline.micro_batches} "
-            f"micro-batches per step ({pipeline.order}) bring {format_bytes(self._crossing)} from "
+            f"micro-batches per step ({pipeline.order}) send {format_bytes(self._crossing)} from "
             f"stage to stage and as much back ({pipeline.codec})"
         )
 
 
 def _cost(experiment: Experiment) -> algorithm.Cost:
-    """The cost of whole replicas; each of several stages sends its share."""
+    """The cost of whole replicas; each stage sends its share."""
     n = experiment.config.num_replicas
     params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
     state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params))

@@ -1,7 +1,7 @@
 """The compiled programs of a stage: forward, backward with recomputation, and update.
 
-Arrays are stacked over the replicas of this process, (L, ...). What belongs to all replicas, the
-state, is stacked over all of them, (n, ...); one device holds the L rows of this process.
+Arrays are stacked over the replicas of this process, (L, ...). The state is stacked over all
+replicas, (n, ...); one device holds the L rows of this process.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,28 +28,28 @@ from decent_jax.train import step as step_lib
 from decent_jax.train import xla
 from decent_jax.train.step import TrainState
 
-_MESSAGES = 2**30  # keys for their rounding, apart from those of the blocks for dropout
+_MESSAGES = 2**30  # keys for their stochastic rounding, distinct from those for dropout
 
 
 class Stage:
     """One stage of the replicas of this process.
 
-    Programs in which replicas communicate are started by one thread, in the same order in all
-    processes of a stage; on a CPU they wait for each other while another thread computes.
+    One thread starts all programs in which replicas communicate, in the same order in all
+    processes of a stage; on a CPU they block while another thread computes.
 
     Attributes:
       state: a `TrainState` of this stage's parameters, (n, ...) over all replicas.
-      forward: (params, borrowed, x, tokens, t, k) -> what the next stage gets of micro-batch k of
-        step t; of this process's rows, see `rows`. ``borrowed`` is {"wte": ...} where the stage
-        borrows a table, else {}; ``x`` comes from the stage before, None in the first; ``tokens``
-        (L, b, T + 1) are read in the first and the last stage.
+      forward: (params, borrowed, x, tokens, t, k) -> the message to the next stage, for
+        micro-batch k of step t; of this process's rows, see `rows`. ``borrowed`` is {"wte": ...}
+        where the stage borrows a table, else {}; ``x`` comes from the stage before, None in the
+        first; ``tokens`` (L, b, T + 1) are read in the first and the last stage.
       backward: (params, borrowed, x, tokens, total, dy, t, k) -> ``total``, which is donated, with
-        micro-batch k added, and what the stage before gets; ``dy`` comes from the stage after,
+        micro-batch k added, and the message to the stage before; ``dy`` comes from the stage after,
         None in the last.
       zeros: (params, borrowed) -> the first total: (L,) losses, and gradients of both.
       squares: gradients (L, ...) -> (L,) their sums of squares.
-      evaluate: (params, borrowed, x, tokens, weights) of one model, not stacked -> what the next
-        stage gets; from the last, sums over a batch.
+      evaluate: (params, borrowed, x, tokens, weights) of one model, not stacked -> the message to
+        the next stage; from the last stage, sums over a batch.
 
     Args:
       config: of the run.
@@ -66,7 +66,7 @@ class Stage:
         self.part, self._tx, self._model = part, tx, part.task.config
         self._together = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._codec = codecs.NAMED[config.pipeline.codec]
-        self._cuts = config.pipeline.micro_batches
+        self._micro_batches = config.pipeline.micro_batches
         self._key = jax.random.key(config.seed + 1)
         ids = np.array(placement.local_replicas, np.int32)
         rows = placement.per_replica_alone
@@ -77,12 +77,12 @@ class Stage:
         )
         self.backward = partial(backward, ids)
         self.zeros = jax.jit(
-            lambda *both: (jnp.zeros(len(ids), jnp.float32), jax.tree.map(jnp.zeros_like, both))
+            lambda *trees: (jnp.zeros(len(ids), jnp.float32), jax.tree.map(jnp.zeros_like, trees))
         )
         self.squares = jax.jit(rows(lambda x: sum(jnp.vdot(g, g) for g in jax.tree.leaves(x))))
         self.evaluate = jax.jit(self._evaluate_one)
         self._start_programs()
-        task: Any = part  # the part of one that is asked for here
+        task: Any = part  # has all members of a task that are needed here
         self.state: TrainState = self._run(step_lib.init_state, config, task, tx, placement)
 
     # --- One step of the replicas -----------------------------------------------------------------
@@ -96,7 +96,7 @@ class Stage:
         return self._all(jax.tree.map(jnp.array, tree))
 
     def begin_mix(self, rnd: int | None) -> "Future | None":
-        """Send the messages of a round on their way, where the method knows them now."""
+        """Start the messages of a round, if the method knows them already."""
         state, mix = self.state, self._mix
         if rnd is None or mix is None:
             return None
@@ -121,23 +121,23 @@ class Stage:
           norm: (L,) of each replica's gradient, over all stages.
           grads: (L, ...) of this stage.
           rnd: of the schedule; None: a step without communication.
-          mixed: what `begin_mix` gave.
+          mixed: the result of `begin_mix`.
         """
-        given = (*self.put((loss, norm)), self._all(grads))
-        known = None if mixed is None else mixed.result()
-        rnd = rnd if known is None else 0  # one program for all rounds
-        self.state = self._run(self._update, self.state, known, *given, rnd=rnd)
+        inputs = (*self.put((loss, norm)), self._all(grads))
+        message = None if mixed is None else mixed.result()
+        rnd = rnd if message is None else 0  # one program for all rounds
+        self.state = self._run(self._update, self.state, message, *inputs, rnd=rnd)
 
     def skipped(self) -> tuple[np.ndarray, np.ndarray]:
-        """(L,) updates that each replica has rejected so far, and the last ones in a row."""
+        """(L,) updates that each replica has rejected so far, and how many of the last in a row."""
         state = self.state.opt_state
         skipped, failing = self.rows((state.skipped, state.failing))
         return np.asarray(skipped), np.asarray(failing)
 
     def consensus(self) -> np.ndarray:
         """(2,) squares of this stage: mean_i ||x_i - mean||^2, ||mean||^2."""
-        found = self._run(self._distance, self.state.params)
-        distance, relative = (np.asarray(x.addressable_data(0), float) for x in found)
+        consensus = self._run(self._distance, self.state.params)
+        distance, relative = (np.asarray(x.addressable_data(0), float) for x in consensus)
         norm = distance / relative if relative else 0.0
         return np.square(np.array([distance, norm]))
 
@@ -149,31 +149,31 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Of its part of a checkpoint."""
+        """The name of its part of a checkpoint."""
         return f"{arrays.STAGE}{self.part.stage}"
 
     def save(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
-        """Begin to write its state; see `decent_jax.train.checkpoint_arrays.begin`."""
+        """Start to write its state; see `decent_jax.train.checkpoint_arrays.begin`."""
         return self._run(arrays.begin, writer, draft, self.name, arrays.tree_of(self.state))
 
     def save_model(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
-        """Begin to write the mean of all replicas, likewise."""
+        """Start to write the mean of all replicas."""
         model = {"params": self._consensus_model(), "model_state": {}}
         return self._run(arrays.begin, writer, draft, self.name, model)
 
     def restore(self, checkpoint: Path, meta: dict[str, Any]) -> None:
-        """Take its arrays from a checkpoint of any number of stages and replicas."""
+        """Restore its arrays from a checkpoint of any number of stages and replicas."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
-        given = checkpoint, meta, like, self.placement, self.config.optimizer.accum_steps
-        self.state = self._run(arrays.restore, *given)
+        source = checkpoint, meta, like, self.placement, self.config.optimizer.accum_steps
+        self.state = self._run(arrays.restore, *source)
 
     def _consensus_model(self) -> Any:
         return self._run(self._consensus, self.state.params)
 
-    # --- Their code, for one replica --------------------------------------------------------------
+    # --- Code of one replica ----------------------------------------------------------------------
 
     def _over_rows(self, fn):
-        """``fn`` of one replica over the rows; the numbers t and k are those of all rows."""
+        """``fn`` of one replica over the rows; t and k are the same for all rows."""
 
         def run(ids, *args):
             *stacked, t, k = args
@@ -182,9 +182,9 @@ class Stage:
         return run
 
     def _rng(self, t, k, replica):
-        """As in a run without stages, where `step.gradient` cuts the batch."""
+        """As in a run without stages, where `step.gradient` splits the batch."""
         key = jax.random.fold_in(jax.random.fold_in(self._key, t), replica)
-        return key if self._cuts == 1 else jax.random.fold_in(key, k)
+        return key if self._micro_batches == 1 else jax.random.fold_in(key, k)
 
     def _output(self, params, borrowed, x, tokens, rng=None):
         """Hidden vectors for the next stage; from the last the losses (b, T)."""
@@ -212,7 +212,7 @@ class Stage:
         y, pull_back = jax.vjp(output, params, borrowed, self._decoded(x))
         *grads, dx = pull_back(jnp.ones_like(y) if is_last else self._decoded(dy))
         new = (y if is_last else jnp.zeros((), jnp.float32)), tuple(grads)
-        total = jax.tree.map(lambda sums, g: sums + g / self._cuts, total, new)
+        total = jax.tree.map(lambda sums, g: sums + g / self._micro_batches, total, new)
         if self.part.is_first:
             return total, None
         return total, self._encoded(dx, rng, 1, replica)
@@ -241,7 +241,7 @@ class Stage:
     # --- Programs of all replicas -----------------------------------------------------------------
 
     def _run(self, program, *args, **static) -> Any:
-        """What a program of all replicas returns."""
+        """The result of a program of all replicas."""
         return self._together.submit(program, *args, **static).result()
 
     def _start_programs(self) -> None:
@@ -262,9 +262,9 @@ class Stage:
         def update(state, mixed, loss, norm, grads, *, rnd):
             if clip:  # as optax.clip_by_global_norm
                 grads = jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
-            value = jnp.where(jnp.isfinite(norm), loss, jnp.nan)  # rejected by all stages alike
-            own = tx, state.params, state.opt_state, value, grads, rnd
-            params, opt_state, _ = step_lib.update(*own, mixed)
+            value = jnp.where(jnp.isfinite(norm), loss, jnp.nan)  # rejected by all stages
+            inputs = tx, state.params, state.opt_state, value, grads, rnd
+            params, opt_state, _ = step_lib.update(*inputs, mixed)
             return state._replace(params=params, opt_state=opt_state)
 
         self._mix = program(lambda x, state, rnd: tx.mix(x, state, rnd), 2) if is_early else None

@@ -1,293 +1,232 @@
-"""What a stage does in a step: its order of micro-batches, its messages, and then the update."""
+"""A worker of the grid trains one stage of one replica: its run, and its actor."""
 
-import itertools
-import queue
-import threading
-import time
+import contextlib
+import os
+import socket
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 
-from decent_jax.data import loader
+from decent_jax import replicas, tasks
+from decent_jax.actors import handles
+from decent_jax.actors.ray_cluster import leave_launcher
+from decent_jax.cluster.start import limit_exchanges
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
-from decent_jax.ground.errors import PeerLost
-from decent_jax.pipelines.part import TABLE, total_norm
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.progress import announce as announce_on_stderr
+from decent_jax.pipelines import part as parts
+from decent_jax.pipelines.executor import Channel, Key, Mailbox, StageExecutor, open_batches
+from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Stage
-from decent_jax.plan import orders
-from decent_jax.train.evaluation import eval_batches
-from decent_jax.train.experiment import train_batches
+from decent_jax.plan.plan_file import Plan
+from decent_jax.train import config as config_lib
+from decent_jax.train import experiment, xla
+from decent_jax.train.checkpoint import reason_of
+from decent_jax.train.comm_metrics import CommMetrics
+from decent_jax.train.experiment import Experiment
+from decent_jax.train.workdir import Workdir, open_workdir
+
+LOGS = "workers"  # folder of workers/REPLICA-STAGE.txt
 
 
-class Key(NamedTuple):
-    """What a message is, the same at its sender and its receiver."""
+class WorkerSpec(NamedTuple):
+    """The position of a worker in the grid, and its run."""
 
-    kind: str
-    t: int  # step
-    k: int  # micro-batch
-    sender: int  # stage
+    config: dict[str, Any]
+    workdir: str
+    replica: int
+    stage: int
+    counts: list[int]  # layers of each stage
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"stage {self.stage} of replica {self.replica}"
 
-class Mailbox:
-    """Messages for one stage; put and taken by different threads."""
-
-    def __init__(self):
-        self._messages: dict[Key, Any] = {}
-        self._changed = threading.Condition()
-
-    def put(self, key: Key, value: Any) -> None:
-        """Keep a message until it is taken."""
-        with self._changed:
-            self._messages[key] = value
-            self._changed.notify_all()
-
-    def take(self, key: Key, seconds: float) -> Any:
-        """Wait for a message, and forget it.
-
-        Raises:
-          PeerLost: it has not come within ``seconds``.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._messages, seconds):
-                raise PeerLost(
-                    f"stage {key.sender} has sent no {key.kind} of step {key.t} within "
-                    f"cluster.exchange_s ({seconds:g} s)"
-                )
-            return self._messages.pop(key)
-
-    def fill(self, connection: Connection) -> None:
-        """Put what a `Channel` sends over this connection, until it ends."""
-        while True:
-            key, value = connections.receive(connection)
-            self.put(Key(*key), value)
+    @property
+    def log(self) -> Path:
+        """The file of its console output."""
+        return Path(self.workdir) / LOGS / f"{self.replica}-{self.stage}.txt"
 
 
-class Channel:
-    """Sends messages to one stage, in their order; a thread waits for the device and the network.
+@contextlib.contextmanager
+def open_run(
+    config: ConfigDict, workdir: str | Path
+) -> Iterator[tuple[Experiment, Workdir, Plan | None, list[int]]]:
+    """Check the config and open the run directory and the data, in the process of `train.py`.
 
-    Args:
-      address: at which it listens; the first message connects.
-      secret: of the run.
+    Returns:
+      The experiment, placed on this process's device for one replica; the run directory; the plan;
+      and the layers of each stage.
+
+    Raises:
+      ConfigError: see `decent_jax.train.run`.
     """
-
-    def __init__(self, address: Address, secret: bytes):
-        self._address, self._secret = address, secret
-        self._messages: queue.SimpleQueue[tuple[Key, Any]] = queue.SimpleQueue()
-        self._broken: Exception | None = None
-        threading.Thread(target=self._send_all, daemon=True).start()
-
-    def send(self, key: Key, value: Any) -> None:
-        """Send None or arrays in tuples and dicts; the arrays may still be computed.
-
-        Raises:
-          PeerLost: an earlier message could not be sent.
-        """
-        if self._broken is not None:
-            raise PeerLost(f"{key.kind} of step {key.t} could not be sent: {self._broken}")
-        self._messages.put((key, value))
-
-    def _send_all(self) -> None:
-        try:
-            key, value = self._messages.get()
-            with connections.connect(self._address, self._secret) as connection:
-                while True:
-                    connections.send(connection, key, value)
-                    key, value = self._messages.get()
-        except Exception as error:  # told by the next message, in the thread that trains
-            self._broken = error
+    config_lib.validate(config)
+    leave_launcher()
+    plan = config_lib.load_plan(config)
+    schedule = config_lib.make_schedule(config, plan)
+    if plan is not None:
+        config = config_lib.config_of_plan(config, plan)
+    with open_workdir(workdir, config) as work:
+        task = _task(config, work.path, work.announce)
+        counts = parts.layers_of(config, task.config, plan)
+        steps, every, rate = experiment.durations(config, task)
+        placement = replicas.place(1, jax.local_devices()[:1])
+        tx = parts.method(config, schedule, rate, placement)
+        run = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, [], 1)
+        work.accept()
+        yield run, work, plan, counts
 
 
-Send = Callable[[int, Key, Any], None]  # to a stage of the same replicas; does not wait
+def open_stage(worker: WorkerSpec) -> Stage:
+    """The programs of a worker, after jax has connected the replicas of its stage.
+
+    Raises:
+      ConfigError: its machine has too little memory, or its data cannot be used.
+    """
+    config = ConfigDict(worker.config)
+    xla.use_cache()
+    schedule = config_lib.make_schedule(config)
+    task = _task(config, Path(worker.workdir), announce_on_stderr)
+    rate = experiment.durations(config, task)[2]
+    placement = parts.place(config.num_replicas)
+    tx = parts.method(config, schedule, rate, placement)
+    part = Part(task, worker.stage, worker.counts)
+    params, _ = jax.eval_shape(part.init, jax.random.key(0))
+    experiment.check_state(placement, (params, jax.eval_shape(tx.init, params)))
+    return Stage(config, schedule, placement, tx, part)
 
 
-class Span(NamedTuple):
-    """What a stage reports of several steps; arrays are (L,), of its process's replicas."""
-
-    losses: list[np.ndarray]  # of every step
-    norms: list[np.ndarray]  # of the gradients of all stages
-    skipped: np.ndarray
-    failing: np.ndarray
-    distance: np.ndarray | None  # see `Stage.consensus`; None where not asked for
-    waited: float  # seconds, for batches
-    seconds: dict[str, float]  # of the last gradient that was timed; see `Worker`
+def free_address(host: str) -> str:
+    """ "host:port" with a free port of this machine, whose address is ``host``."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return f"{host}:{free.getsockname()[1]}"
 
 
-def open_batches(stage: Stage, start: int) -> loader.Batches | None:
-    """The batches of a stage from step ``start`` on; None where it reads neither tokens nor
-    targets."""
-    if not (stage.part.is_first or stage.part.is_last):
-        return None
-    return train_batches(stage.config, stage.part.task, stage.placement, start)
+def join(coordinator: str, count: int, index: int, exchange_s: int, **options: Any) -> None:
+    """Connect jax to the processes of other actors, as number ``index``; on CPUs by gloo."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    limit_exchanges(exchange_s)
+    jax.distributed.initialize(
+        *(coordinator, count, index), cluster_detection_method="deactivate", **options
+    )
+
+
+def _task(config: ConfigDict, workdir: Path, announce: Callable) -> Any:
+    try:
+        return tasks.find(config.task).make(config, workdir, announce)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 class Worker:
-    """Trains one stage of the replicas of this process.
+    """The actor. Ray calls its methods from a pool of threads, but never two that train.
 
     Args:
-      stage: its programs and state.
-      mailbox: where other stages put messages for it.
-      send: to other stages.
-      batches: tokens of this process's rows for every step, where the stage reads them; see
-        `open_batches`.
+      worker: its position in the grid.
+      secret: shared by all workers of the run.
     """
 
-    def __init__(
-        self, stage: Stage, mailbox: Mailbox, send: Send, batches: Iterator[Any] | None = None
-    ):
-        self.stage, self._mailbox, self._send = stage, mailbox, send
-        self.config, self.part = stage.config, stage.part
-        self._stages = len(self.part.counts)
-        self._evaluations = itertools.count()
-        pipeline = self.config.pipeline
-        self._cuts = pipeline.micro_batches
-        self._order = orders.order(pipeline.order, self._stages, self._cuts, self.part.stage)
-        self._batches = batches
-        self._waited = 0.0  # for them, in the steps under way
-        self._latest: Any = None  # that this stage computes for a gradient
-        self._timed, self._missed, self._seconds = False, 0.0, {}  # see `_timed_gradient`
+    def __init__(self, worker: WorkerSpec, secret: bytes):
+        # Its threads also wait for messages.
+        os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))
+        self._spec, self._secret, self._mailbox = worker, secret, Mailbox()
+        self._channels: list[Channel] = []
+        # Once it is open: a `Stage`, its `StageExecutor`, and the writer of checkpoints.
+        self._stage: Any = None
+        self._executor: Any = None
+        self._writer: Any = None
+        # Once it is ready to train: its communication metrics, and the step of its last row.
+        self._comm_metrics: Any = None
+        self._reported = 0
 
-    # --- Training ---------------------------------------------------------------------------------
+    def addresses(self) -> tuple[str, Address]:
+        """ "host:port" for the coordinator of its stage, in case it is replica 0; and the address
+        at which it receives messages of other stages."""
+        host = handles.own_host()
+        _, address = connections.listen(host, self._secret, self._mailbox.fill)
+        return free_address(host), address
 
-    def train(self, start: int, stop: int, row: bool) -> Span:
-        """The steps from ``start`` to ``stop - 1``, and what else a ``row`` of metrics needs."""
-        self._waited = 0.0
-        both = [self._step(t, timed=row and t == stop - 1) for t in range(start, stop)]
-        losses, norms = ([one[i] for one in both] for i in (0, 1))
-        distance = self.stage.consensus() if row else None
-        return Span(losses, norms, *self.stage.skipped(), distance, self._waited, self._seconds)
+    def open(self, coordinator: str, addresses: list[Address]) -> None:
+        """Start jax and create the programs.
 
-    def _step(self, t: int, timed: bool) -> tuple[np.ndarray, np.ndarray]:
-        """One step; (L,) losses and norms of gradients."""
-        stage = self.stage
-        synchronous = self.config.algorithm == "all_reduce"
-        rnd = None if synchronous else stage.schedule.round_at(t, self.config.mix_every)
-        mixed = stage.begin_mix(rnd)  # travels while the micro-batches are computed
-        loss, grads = self._timed_gradient(t) if timed else self.gradient(t)
-        value = loss
-        if synchronous:
-            value, grads = stage.mean(loss, grads)
-        loss, value, norm = self._exchange((loss, value, stage.squares(grads)), t)
-        stage.update(value, norm, grads, rnd, mixed)
-        return loss, norm
-
-    def gradient(self, t: int) -> tuple[Any, Any]:
-        """(L,) losses over the batches of step ``t``, and gradients (L, ...) of this stage."""
-        stage, part = self.stage, self.part
-        params = stage.rows(stage.state.params)
-        borrowed = self._lend(params, "table", t)
-        loss, (grads, back) = self._micro_batches(params, borrowed, t)
-        if part.borrows:
-            self._send(0, self._key("table gradient", t), back[TABLE])
-        if part.lends:
-            table = self._take("table gradient", t, sender=self._stages - 1)
-            grads = {**grads, TABLE: jax.tree.map(lambda a, b: a + b, grads[TABLE], table)}
-        self._latest = None
-        return loss, grads
-
-    def _timed_gradient(self, t: int) -> tuple[Any, Any]:
-        """`gradient`, and how long this stage computes, and waits for what others compute."""
-        self._timed, self._missed, waited = True, 0.0, self._waited
-        began = time.monotonic()
-        found = jax.block_until_ready(self.gradient(t))
-        seconds = time.monotonic() - began - (self._waited - waited)
-        self._timed = False
-        self._seconds = {"compute_s": seconds - self._missed, "wait_s": self._missed}
-        return found
-
-    def _micro_batches(self, params: Any, borrowed: Any, t: int) -> Any:
-        """Forward and backward with all of them: (loss, gradients), see `Stage.zeros`."""
-        stage, part = self.stage, self.part
-        began = time.monotonic()
-        tokens = next(self._batches) if self._batches is not None else None
-        self._waited += time.monotonic() - began
-        total = stage.zeros(params, borrowed)
-        kept: dict[int, Any] = {}
-        for action, k in self._order:
-            cut = None if tokens is None else tokens[:, k :: self._cuts]
-            if action == "forward":
-                x = None if part.is_first else self._take("activation", t, k, part.stage - 1)
-                kept[k] = x
-                if not part.is_last:  # the last one's backward computes the loss, too
-                    self._latest = stage.forward(params, borrowed, x, cut, t, k)
-                    self._send(part.stage + 1, self._key("activation", t, k), self._latest)
-                continue
-            dy = None if part.is_last else self._take("gradient", t, k, part.stage + 1)
-            total, dx = stage.backward(params, borrowed, kept.pop(k), cut, total, dy, t, k)
-            self._latest = total
-            if not part.is_first:
-                self._send(part.stage - 1, self._key("gradient", t, k), dx)
-        return total
-
-    def _exchange(self, own: Any, t: int) -> Any:
-        """Losses and norms of the replicas, from losses and squares of all of their stages.
-
-        A replica's update is one, so its stages must clip, accept or reject it alike.
+        Args:
+          coordinator: the first of `addresses` of replica 0 of its stage.
+          addresses: the second of `addresses` of the stages of its replica.
         """
-        own = jax.tree.map(np.asarray, own)
-        found = {self.part.stage: own}
-        others = [s for s in range(self._stages) if s != self.part.stage]
-        for other in others:
-            self._send(other, self._key("norm", t), own)
-        for other in others:
-            found[other] = self._take("norm", t, sender=other)
-        losses, values, _ = found[self._stages - 1]
-        rows = zip(*(found[s][2] for s in range(self._stages)), strict=True)
-        norms = [total_norm([float(one) for one in row]) for row in rows]
-        return losses, values, np.array(norms, np.float32)
+        cluster, count = self._spec.config["cluster"], self._spec.config["num_replicas"]
+        if count > 1:
+            join(
+                *(coordinator, count, self._spec.replica),
+                cluster["exchange_s"],
+                initialization_timeout=cluster["timeout_s"],
+                # Longer than in `Workers`, which can name the silent worker.
+                heartbeat_timeout_seconds=2 * cluster["heartbeat_s"] + 10,
+            )
+        self._stage = open_stage(self._spec)
+        self._channels = [Channel(address, self._secret) for address in addresses]
 
-    def _lend(self, params: Any, kind: str, t: int) -> Any:
-        """Send the shared table, or wait for it; what this stage borrows."""
-        if self.part.lends:
-            copy = {TABLE: jax.tree.map(jnp.copy, params[TABLE])}  # the update donates the table
-            self._send(self._stages - 1, self._key(kind, t), copy)
-        return self._take(kind, t, sender=0) if self.part.borrows else {}
+    def connect(self) -> None:
+        """Exchange a number with the other replicas of the stage, once all workers are open.
 
-    # --- Evaluation -------------------------------------------------------------------------------
-
-    def evaluate(self) -> np.ndarray | None:
-        """The loss of the consensus model on the validation source, as sums from the last stage.
-
-        Returns:
-          (2,) sum of losses and count over the rows of this process; None from the other stages.
+        gloo connects at the first exchange and waits at most 30 s for the slower process, which is
+        too short if that one compiles a large program meanwhile; this one compiles at once.
         """
-        stage, part = self.stage, self.part
-        number, allowed = next(self._evaluations), 2 * self._stages  # batches under way
-        model = stage.consensus_model()
-        borrowed = self._lend(model, "table to evaluate", number)
-        total = np.zeros(2)
-        with eval_batches(self.config, part.task, stage.placement) as batches:
-            for k, (tokens, weights) in enumerate(batches):
-                tokens, weights = (x.reshape(-1, *x.shape[2:]) for x in (tokens, weights))
-                if part.is_first and not part.is_last and k >= allowed:
-                    self._take("credit", number, k - allowed, self._stages - 1)
-                x = None
-                if not part.is_first:
-                    x = self._take("evaluated activation", number, k, part.stage - 1)
-                y = stage.evaluate(model, borrowed, x, tokens, weights)
-                if not part.is_last:
-                    self._send(part.stage + 1, self._key("evaluated activation", number, k), y)
-                    continue
-                total += np.array(jax.device_get(y))
-                if not part.is_first:
-                    self._send(0, self._key("credit", number, k), None)
-            if part.is_first and not part.is_last:  # none may be left for the next evaluation
-                for j in range(max(0, k + 1 - allowed), k + 1):
-                    self._take("credit", number, j, self._stages - 1)
-        return total if part.is_last else None
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("open")
+        self._writer = ocp.StandardCheckpointer()
 
-    # --- Data and messages ------------------------------------------------------------------------
+    def restore(self, checkpoint: Path, meta: dict[str, Any]) -> str:
+        """Restore its arrays from a checkpoint; returns the reason if that fails, else ""."""
+        try:
+            self._stage.restore(checkpoint, meta)
+        except Exception as error:  # orbax and tensorstore raise many types
+            return f"{self._spec.name}: {reason_of(error)}"
+        return ""
 
-    def _key(self, kind: str, t: int, k: int = 0) -> Key:
-        return Key(kind, t, k, self.part.stage)
+    def begin(self, start: int, ahead: int) -> None:
+        """Prepare to train from step ``start``, with the data of step ``start + ahead``."""
+        batches = open_batches(self._stage, start + ahead)
+        self._executor = StageExecutor(self._stage, self._mailbox, self._send, batches)
+        self._comm_metrics = CommMetrics(Path(self._spec.workdir), self._spec.log.stem)
+        self._reported = start
 
-    def _take(self, kind: str, t: int, k: int = 0, sender: int = 0) -> Any:
-        if self._timed:
-            jax.block_until_ready(self._latest)
-        began = time.monotonic()
-        message = self._mailbox.take(Key(kind, t, k, sender), self.config.cluster.exchange_s)
-        self._missed += time.monotonic() - began
-        return message
+    def train(self, start: int, stop: int, row: bool) -> Any:
+        """See `StageExecutor.train`."""
+        span = self._executor.train(start, stop, row)
+        if row and stop > self._reported:
+            self._comm_metrics.measured = span.seconds
+            self._comm_metrics.row(stop, stop - self._reported)
+            self._reported = stop
+        return span
+
+    def evaluate(self) -> Any:
+        """See `StageExecutor.evaluate`."""
+        return self._executor.evaluate()
+
+    def save(self, draft: Path) -> dict[str, int]:
+        """Copy its state and write it in the background; see `Stage.save`."""
+        return self._stage.save(self._writer, draft)
+
+    def save_model(self, draft: Path) -> dict[str, int]:
+        """The same for its part of the consensus model."""
+        return self._stage.save_model(self._writer, draft)
+
+    def saved(self) -> None:
+        """Wait until everything saved is on disk."""
+        self._writer.wait_until_finished()
+
+    def beat(self) -> int:
+        """Heartbeat: its process id."""
+        return os.getpid()
+
+    def _send(self, stage: int, key: Key, value: Any) -> None:
+        self._channels[stage].send(key, value)

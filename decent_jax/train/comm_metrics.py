@@ -46,7 +46,7 @@ class CommMetrics:
 
     Attributes:
       measured: seconds by name of the last timed step (`decent_jax.cpu.overlap`,
-        `decent_jax.pipelines.worker`).
+        `decent_jax.pipelines.executor`).
     """
 
     def __init__(self, folder: Path, worker: str = ""):

@@ -123,7 +123,7 @@ def load(path_and_arguments: str) -> ConfigDict:
     folder = str(Path(path).resolve().parent)  # of a link, where it leads, as Python does
     if folder not in sys.path:
         sys.path.append(folder)
-        inherited = os.environ.get("PYTHONPATH", "")  # by peers and cells on this machine
+        inherited = os.environ.get("PYTHONPATH", "")  # by peers and workers on this machine
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, folder]))
     try:
         get_config = runpy.run_path(str(path)).get("get_config")

@@ -89,9 +89,9 @@ def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output stays here
-    ray_cluster.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "there"))
+    ray_cluster.enter(tmp_path / "workers" / "0.txt", str(tmp_path / "there"))
     assert os.getcwd() == str(tmp_path / "there")
-    ray_cluster.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "only on another machine"))
+    ray_cluster.enter(tmp_path / "workers" / "0.txt", str(tmp_path / "only on another machine"))
     assert os.getcwd() == str(tmp_path / "there")
 
 

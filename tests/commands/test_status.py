@@ -166,11 +166,11 @@ def test_pipelines_have_a_row_for_each_stage_of_a_replica(finished, tmp_path):
     start = json.loads((folder / "run.json").read_text()) | {"stages": 2}
     write_json_atomic(folder / "run.json", start)
     for name, seconds in (("3-0", 0.1), ("3-1", 0.4)):
-        cell = comm_metrics.CommMetrics(folder, name)
-        cell.measured = {"compute_s": seconds, "wait_s": 0.5 - seconds}
-        cell.row(12, steps=4)
+        worker = comm_metrics.CommMetrics(folder, name)
+        worker.measured = {"compute_s": seconds, "wait_s": 0.5 - seconds}
+        worker.row(12, steps=4)
     table = lines(folder)[1]
-    assert table[0].startswith("cell ")
+    assert table[0].startswith("worker ")
     assert [(row.split()[0], row.split()[-4:-2]) for row in table[1:3]] == [
         ("3-0", ["100", "400"]),
         ("3-1", ["400", "100"]),

@@ -12,8 +12,8 @@ from refusals import refused, refuses
 
 from decent_jax import replicas
 from decent_jax.ground.errors import PeerLost
+from decent_jax.pipelines.executor import Mailbox, StageExecutor, open_batches
 from decent_jax.pipelines.part import total_norm
-from decent_jax.pipelines.worker import Mailbox, Worker, open_batches
 from decent_jax.plan import orders
 from decent_jax.train import xla
 from decent_jax.train.evaluation import Evaluator
@@ -143,7 +143,9 @@ def test_losses_and_parameters_equal_the_run_without_stages(
             assert threads.evaluate() == pytest.approx(row["eval/loss"], rel=1e-5)
             # The first stage is at most four batches before the last one, which sends nothing here.
             sent = []
-            alone = Worker(threads.stages[0], Mailbox(), lambda to, key, _: sent.append((to, key)))
+            alone = StageExecutor(
+                threads.stages[0], Mailbox(), lambda to, key, _: sent.append((to, key))
+            )
             alone.config.update(eval={"batch_size": 2}, cluster={"exchange_s": 0})
             with refuses("stage 1 has sent no credit of step 0", error=PeerLost):
                 alone.evaluate()

@@ -14,9 +14,9 @@ from pipeline_threads import Threads
 from test_pipelines import config_of, flat
 
 from decent_jax.ground.errors import CheckpointError, TrainingFailed
-from decent_jax.pipelines.cell import open_run
-from decent_jax.pipelines.cells import CellCheckpoints
 from decent_jax.pipelines.runner import Pipelines
+from decent_jax.pipelines.worker import open_run
+from decent_jax.pipelines.workers import WorkerCheckpoints
 from decent_jax.train import checkpoint, saved_model
 from decent_jax.train.checkpoint import reason_of
 from decent_jax.train.goodput import Clock
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 META = {"examples": 0, "seconds": 0.0, "best": 2.5}
 
 
-class Cells:
-    """The stages of this process, called as `CellCheckpoints` calls cells."""
+class Workers:
+    """The stages of this process, called as `WorkerCheckpoints` calls workers."""
 
     has_written, fails = False, None
 
     def __init__(self, threads):
         self.stages = threads.stages
-        self.cells = [SimpleNamespace(replica=0, stage=s.part.stage) for s in self.stages]
+        self.specs = [SimpleNamespace(replica=0, stage=s.part.stage) for s in self.stages]
         self._writer = ocp.StandardCheckpointer()  # of which a process may have one
 
     def all(self, name, *args):
@@ -65,7 +65,7 @@ class Cells:
 
 
 def checkpoints_of(threads, workdir, keep=2):
-    return CellCheckpoints(workdir, Cells(threads), keep)
+    return WorkerCheckpoints(workdir, Workers(threads), keep)
 
 
 def meta_of(threads):
@@ -175,16 +175,16 @@ def test_all_stages_go_on_from_the_checkpoint_before_one_that_is_damaged(
 def test_a_checkpoint_that_a_stage_has_not_written_does_not_count(run, made, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "run")
     with made(2) as threads:
-        cells = Cells(threads)
-        checkpoints = CellCheckpoints(folder, cells, 2)
+        workers = Workers(threads)
+        checkpoints = WorkerCheckpoints(folder, workers, 2)
         checkpoints.save(9, None, meta_of(threads))
         checkpoints.check()  # while a stage writes
         assert tiny.saved_steps(folder) == [1, 3]
-        cells.has_written = True
+        workers.has_written = True
         checkpoints.check()
         checkpoints.save(9, None, meta_of(threads))  # it is there
         assert tiny.saved_steps(folder) == [3, 9]
-        cells.fails = TrainingFailed("stage 1")
+        workers.fails = TrainingFailed("stage 1")
         checkpoints.save(10, None, meta_of(threads))
         with pytest.raises(CheckpointError, match="stage 1"):
             checkpoints.check()

@@ -1,4 +1,4 @@
-"""Parts of pipelines: messages, cells, links, and what is refused."""
+"""Parts of pipelines: messages, workers, links, and what is refused."""
 
 import time
 from types import SimpleNamespace
@@ -18,10 +18,10 @@ from decent_jax.gossip import codecs
 from decent_jax.ground import connections
 from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
 from decent_jax.pipelines import links, part
-from decent_jax.pipelines.cell import open_run
-from decent_jax.pipelines.cells import Cells, nodes_of
+from decent_jax.pipelines.executor import Channel, Key, Mailbox, Span
 from decent_jax.pipelines.runner import Pipelines
-from decent_jax.pipelines.worker import Channel, Key, Mailbox, Span
+from decent_jax.pipelines.worker import open_run
+from decent_jax.pipelines.workers import Workers, nodes_of
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import TIMED
@@ -110,7 +110,7 @@ def test_every_format_of_activations_has_a_size(codec, tiny_data):
 
 @pytest.mark.parametrize(("stages", "layers"), [(3, ""), (2, "2,1")])
 def test_layers_that_the_model_has_not_got_are_refused(stages, layers, tiny_data, tmp_path):
-    """Before a cell starts, and in a sentence that names the number."""
+    """Before a worker starts, and in a sentence that names the number."""
     config = tiny.config(tiny_data, num_replicas=2, batch_size=16, model={"layers": 2})
     config.pipeline.update(stages=stages, layers=layers)
     with refuses(layers or stages, error=ConfigError), open_run(config, tmp_path / "run"):
@@ -118,7 +118,7 @@ def test_layers_that_the_model_has_not_got_are_refused(stages, layers, tiny_data
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
+def test_a_plan_puts_workers_on_its_machines_and_is_refused_elsewhere():
     plan = Plan(("x/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
     named, by_host = Node("aa", ("a", "x")), Node("bb", ("b",))
     assert nodes_of(plan, [by_host, named], 2) == [named, by_host]
@@ -127,11 +127,11 @@ def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
         nodes_of(plan, [by_host], 2)
 
 
-class Cell:
-    """In place of the actor of a cell."""
+class WorkerSpec:
+    """In place of the actor of a worker."""
 
-    def __init__(self, cell, secret):
-        self.cell, self.error = cell, None
+    def __init__(self, worker, secret):
+        self.worker, self.error = worker, None
 
     def beat(self):
         if self.error is not None:
@@ -141,14 +141,14 @@ class Cell:
     def train(self, *_):
         if self.error is not None:
             raise self.error
-        return self.cell.name
+        return self.worker.name
 
     def addresses(self):
-        return self.cell.name, (self.cell.name, 1)
+        return self.worker.name, (self.worker.name, 1)
 
     def open(self, coordinator, addresses):
-        assert coordinator == f"stage {self.cell.stage} of replica 0"
-        own = [f"stage {s} of replica {self.cell.replica}" for s in range(2)]
+        assert coordinator == f"stage {self.worker.stage} of replica 0"
+        own = [f"stage {s} of replica {self.worker.replica}" for s in range(2)]
         assert addresses == [(name, 1) for name in own]
 
     def connect(self):
@@ -159,8 +159,8 @@ class Cell:
 
 
 @pytest.fixture
-def cells(tiny_data, tmp_path):
-    """2 x 2 cells, and their actors; waiting takes no time."""
+def workers(tiny_data, tmp_path):
+    """2 x 2 workers, and their actors; waiting takes no time."""
     now = [0.0]
 
     def wait(seconds):
@@ -168,27 +168,27 @@ def cells(tiny_data, tmp_path):
 
     config, actors = config_of(tiny_data, 2), LocalActors(wait=wait)
     config.pipeline.update(cpus=2.0, gpus=0.5)
-    given = config, tmp_path, [1, 1], [*"abcd"], SECRET, actors, Cell
-    with Cells(*given, clock=lambda: now[0], wait=wait) as made:
+    given = config, tmp_path, [1, 1], [*"abcd"], SECRET, actors, WorkerSpec
+    with Workers(*given, clock=lambda: now[0], wait=wait) as made:
         yield made, [actor.there for actor in actors.started]
     assert all(actor.killed for actor in actors.started)
     ways = [tuple(actor.options[k] for k in ("on", "cpus", "gpus")) for actor in actors.started]
     assert ways == [(node, 2.0, 0.5) for node in "abcd"]
 
 
-def test_a_dry_run_lets_all_cells_make_steps(tiny_data, tmp_path, capsys):
+def test_a_dry_run_lets_all_workers_make_steps(tiny_data, tmp_path, capsys):
     """Up to and with the next round; the first ones compile."""
     config, made = config_of(tiny_data, 2, model={"layers": 2}), []
 
-    class Counts(Cell):
+    class Counts(WorkerSpec):
         def train(self, start, stop, row):
-            made.append((self.cell.name, stop - start))
+            made.append((self.worker.name, stop - start))
 
     config.mix_every = 3
     with open_run(config, tmp_path / "run") as (experiment, work, _, counts):
         given = config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Counts
-        with Cells(*given) as cells:
-            Pipelines(experiment, work, counts, cells).time_steps()
+        with Workers(*given) as workers:
+            Pipelines(experiment, work, counts, workers).time_steps()
             names = [f"stage {s} of replica {k}" for k in (0, 1) for s in (0, 1)]
     assert made == [(name, 3) for _ in range(1 + TIMED) for name in names]
     said = capsys.readouterr().err
@@ -200,27 +200,27 @@ def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_
     """By hand; after a checkpoint of step 4, whose data are those of step 7."""
     asked = []
 
-    class Scripted(Cell):
+    class Scripted(WorkerSpec):
         def begin(self, *given):
             asked.append(given)
 
         def train(self, *given):
             asked.append(given)
-            i, s, steps = self.cell.replica, self.cell.stage, range(*given[:2])
+            i, s, steps = self.worker.replica, self.worker.stage, range(*given[:2])
             both = [np.array([10.0 * t + i]) for t in steps], [np.array([t + i / 2]) for t in steps]
             squares = (1 + i) * np.array([16.0, 36.0] if s else [9.0, 64.0])
             seconds = {"compute_s": 0.5 + s, "wait_s": 5.0 + s}
             return Span(*both, *np.array([[3 + i], [7 + i]]), squares, 2.0 + i + 50 * s, seconds)
 
         def evaluate(self):
-            return np.array([6.0 + self.cell.replica, 2.0]) if self.cell.stage else None
+            return np.array([6.0 + self.worker.replica, 2.0]) if self.worker.stage else None
 
     config = config_of(tiny_data, 2, model={"layers": 2}, log={"every": 10}, steps=18)
     config.lr_schedule.name = "cosine"
     with open_run(config, tmp_path / "run") as (experiment, work, _, counts):
         given = experiment.config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Scripted
-        with Cells(*given) as cells:
-            runner, clock = Pipelines(experiment, work, counts, cells), Clock()
+        with Workers(*given) as workers:
+            runner, clock = Pipelines(experiment, work, counts, workers), Clock()
             meta = {"step": 4, "examples": 7 * config.batch_size, "num_replicas": 2}
             runner.checkpoints = SimpleNamespace(newest=lambda say: meta)
             assert runner.restore() == (4, meta)
@@ -245,9 +245,9 @@ def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_
 
 
 @pytest.mark.parametrize("step", [0, 7])
-def test_a_cell_that_is_killed_is_named_and_what_is_left_of_the_run(step, cells, tmp_path):
+def test_a_worker_that_is_killed_is_named_and_what_is_left_of_the_run(step, workers, tmp_path):
     """Others notice its end in an exchange before Ray does, and fail as well."""
-    made, (first, *_, killed) = cells
+    made, (first, *_, killed) = workers
     if step:
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     first.error, killed.error = ValueError("gloo"), Lost(RuntimeError(), killed=True)
@@ -256,8 +256,8 @@ def test_a_cell_that_is_killed_is_named_and_what_is_left_of_the_run(step, cells,
         made.all("train", 0, 1, False)
 
 
-def test_a_cell_that_fails_by_itself_is_named_with_its_error(cells):
-    made, (silent, fails, *_) = cells
+def test_a_worker_that_fails_by_itself_is_named_with_its_error(workers):
+    made, (silent, fails, *_) = workers
     silent.train = lambda *_: exec("raise Pending", globals())
     assert not made.over(made.begin("train", 0, 1, False)) and made.over(made.begin("beat"))
     fails.train = lambda *_: 1 / 0
@@ -270,18 +270,18 @@ def test_a_cell_that_fails_by_itself_is_named_with_its_error(cells):
 
 
 @pytest.mark.parametrize(("answers", "name"), [(1, "heartbeat_s"), (0, "timeout_s")])
-def test_a_cell_that_is_silent_is_named(answers, name, tiny_data, tmp_path):
+def test_a_worker_that_is_silent_is_named(answers, name, tiny_data, tmp_path):
     """At first its process must start, which may take longer."""
     now = [0.0]
 
     def wait(seconds):
         now[0] += seconds
 
-    class Silent(Cell):
+    class Silent(WorkerSpec):
         answers_left = answers
 
         def beat(self):
-            if (self.cell.replica, self.cell.stage) == (1, 0):
+            if (self.worker.replica, self.worker.stage) == (1, 0):
                 if not self.answers_left:
                     raise Pending
                 self.answers_left -= 1
@@ -294,7 +294,7 @@ def test_a_cell_that_is_silent_is_named(answers, name, tiny_data, tmp_path):
     config.cluster.update(heartbeat_s=30, timeout_s=200)
     given = config, tmp_path, [1, 1], [None] * 4, SECRET, LocalActors(wait=wait), Silent
     with (
-        Cells(*given, clock=lambda: now[0], wait=wait) as made,
+        Workers(*given, clock=lambda: now[0], wait=wait) as made,
         refuses("stage 0 of replica 1", name, error=TrainingFailed),
     ):
         made.all("train", 0, 1, False)

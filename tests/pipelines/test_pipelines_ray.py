@@ -50,7 +50,7 @@ def killed(start, tmp_path_factory):
     process = start(workdir, 1_000_000, f"--config.cluster.plan={plan}")
     until((workdir / "checkpoints" / str(STEPS + 2)).exists, process)
     children = children_of(process)
-    by_output(process)[workdir / "cells" / "0-1.txt"].kill()
+    by_output(process)[workdir / "workers" / "0-1.txt"].kill()
     assert process.wait(300) == 1
     return workdir, process.words.read_text(), children
 

@@ -9,9 +9,9 @@ import numpy as np
 from decent_jax import tasks
 from decent_jax.ground.progress import announce
 from decent_jax.pipelines import part as parts
+from decent_jax.pipelines.executor import Mailbox, Worker, open_batches
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Stage
-from decent_jax.pipelines.worker import Mailbox, Worker, open_batches
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import durations
 

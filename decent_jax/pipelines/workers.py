@@ -1,4 +1,4 @@
-"""All cells of a grid: placed, started, called together, watched, and their checkpoints."""
+"""All workers of the grid: start, call and watch them; and their checkpoints."""
 
 import time
 from collections.abc import Callable
@@ -9,31 +9,31 @@ from ml_collections import ConfigDict
 
 from decent_jax.actors.handles import Actors, Call, Lost, Node, Silent, Unanswered
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.pipelines.cell import Cell, CellActor
+from decent_jax.pipelines.worker import Worker, WorkerSpec
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import checkpoint as folders
 from decent_jax.train.checkpoint import BEST, FOLDER
 from decent_jax.train.checkpoint_arrays import STAGE
 
 _LOOK_S = 0.5
-_NOTICED_S = 2.0  # in which Ray knows of a dead actor
-_THREADS = 4  # of an actor: heartbeats, training, what is written
+_NOTICED_S = 2.0  # until Ray knows of a dead actor
+_THREADS = 4  # of an actor: heartbeats, training, writing
 
 
-class Cells:
-    """The actors of a grid; a context that leaves none of them running.
+class Workers:
+    """The actors of a grid; a context that kills all of them at the end.
 
     Attributes:
-      cells: replica by replica, as results of `all`.
+      specs: of the workers, replica by replica, in the order of the results of `all`.
 
     Args:
       config: of the run.
       workdir: of the run.
       counts: layers of each stage.
-      nodes: the machine of each cell, or None for any.
-      secret: that stages of this run know.
+      nodes: the machine of each worker, or None for any.
+      secret: shared by all workers of the run.
       actors: starts them.
-      kind: of actor.
+      kind: class of the actors.
       clock: seconds.
       wait: for so many seconds.
     """
@@ -46,70 +46,70 @@ class Cells:
         nodes: list[Node | None],
         secret: bytes,
         actors: Actors,
-        kind: type = CellActor,
+        kind: type = Worker,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ):
         self._wait = wait
         self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
         self._stages = len(counts)
-        given, pipeline = (config.to_dict(), str(workdir)), config.pipeline
-        self.cells = [
-            Cell(*given, i, s, counts)
+        run, pipeline = (config.to_dict(), str(workdir)), config.pipeline
+        self.specs = [
+            WorkerSpec(*run, i, s, counts)
             for i in range(config.num_replicas)
             for s in range(self._stages)
         ]
         self._started = [
             actors.start(
-                *(kind, cell, secret),
-                log=cell.log,
+                *(kind, worker, secret),
+                log=worker.log,
                 on=node,
                 cpus=pipeline.cpus,
                 gpus=pipeline.gpus,
                 threads=_THREADS,
             )
-            for cell, node in zip(self.cells, nodes, strict=True)
+            for worker, node in zip(self.specs, nodes, strict=True)
         ]
-        # When each cell was asked, and which time-out holds: at first its process must start.
+        # When each worker was asked, and the timeout that applies: the first is for its start.
         self._beats: list[tuple[Call, float, str]] = [
             (actor.call("beat"), clock(), "timeout_s") for actor in self._started
         ]
 
     def open(self) -> None:
-        """Start jax in all cells, and make their programs; see `CellActor`."""
-        found, calls = self.all("addresses"), []
-        for cell, actor in zip(self.cells, self._started, strict=True):
-            coordinator, _ = found[cell.stage]
-            first = cell.replica * self._stages
-            addresses = [address for _, address in found[first : first + self._stages]]
+        """Start jax in all workers and create their programs; see `Worker`."""
+        answers, calls = self.all("addresses"), []
+        for worker, actor in zip(self.specs, self._started, strict=True):
+            coordinator, _ = answers[worker.stage]
+            first = worker.replica * self._stages
+            addresses = [address for _, address in answers[first : first + self._stages]]
             calls.append(actor.call("open", coordinator, addresses))
         self.wait(calls)
         self.all("connect")
 
     def all(self, name: str, *args: Any) -> list[Any]:
-        """What the method of that name returns for each cell."""
+        """The results of a method of each worker."""
         return self.wait(self.begin(name, *args))
 
     def begin(self, name: str, *args: Any) -> list[Call]:
-        """Call the method of that name of each cell."""
+        """Call a method of each worker."""
         return [actor.call(name, *args) for actor in self._started]
 
     def wait(self, calls: list[Call]) -> list[Any]:
-        """The results of one call for each cell.
+        """The results of one call per worker.
 
         Raises:
-          TrainingFailed: a cell was killed, has failed or is silent; it is named.
-          ConfigError: a cell cannot do what the config asks of it.
+          TrainingFailed: a worker was killed, has failed or is silent; it is named.
+          ConfigError: a worker cannot do what the config asks of it.
         """
         waiting, results = dict(enumerate(calls)), {}
         while waiting:
             for k in self._actors.ended(waiting, _LOOK_S):
-                results[k] = self._result(self.cells[k], waiting.pop(k))
+                results[k] = self._result(self.specs[k], waiting.pop(k))
             self._listen()
         return [results[k] for k in range(len(calls))]
 
     def over(self, calls: list[Call]) -> bool:
-        """Whether all of these calls have ended, or one has failed; `wait` then says which."""
+        """Whether all of these calls have ended, or one has failed; `wait` then raises."""
         done = self._actors.ended(dict(enumerate(calls)), 0.0, count=len(calls))
         try:
             for k in done:
@@ -119,52 +119,52 @@ class Cells:
         return len(done) == len(calls)
 
     def _listen(self) -> None:
-        """Ask each cell whether it lives, and name one that has not answered in time."""
+        """Check the heartbeat of each worker, and name one that has not answered in time."""
         cluster = self._config.cluster
         calls = {k: call for k, (call, *_) in enumerate(self._beats)}
         answered, now = self._actors.ended(calls, 0.0, len(calls)), self._clock()
         for k, (call, asked, name) in enumerate(self._beats):
             if k in answered:
-                self._result(self.cells[k], call)
+                self._result(self.specs[k], call)
                 self._beats[k] = self._started[k].call("beat"), now, "heartbeat_s"
             elif now - asked > cluster[name]:
                 raise TrainingFailed(
-                    f"{self.cells[k].name} has been silent for cluster.{name} "
-                    f"({cluster[name]} s); {self._advice(self.cells[k])}"
+                    f"{self.specs[k].name} has been silent for cluster.{name} "
+                    f"({cluster[name]} s); {self._advice(self.specs[k])}"
                 )
 
-    def _result(self, cell: Cell, call: Call) -> Any:
-        """The result of a call that has ended; raises what became of it, if it has failed."""
+    def _result(self, worker: WorkerSpec, call: Call) -> Any:
+        """The result of a call that has ended, or the error that explains its failure."""
         try:
             return call.result()
         except Unanswered as failure:
             error = failure
         if isinstance(error, Lost) and isinstance(error.cause, ConfigError | CheckpointError):
-            raise type(error.cause)(f"{cell.name}: {error.cause}") from None
+            raise type(error.cause)(f"{worker.name}: {error.cause}") from None
         killed = isinstance(error, Lost) and error.killed
         if not killed and (dead := self._dead()) is not None:
             raise TrainingFailed(f"{dead.name} was killed; {self._advice(dead)}") from None
-        raise TrainingFailed(f"{cell.name} {error}; {self._advice(cell)}") from None
+        raise TrainingFailed(f"{worker.name} {error}; {self._advice(worker)}") from None
 
-    def _dead(self) -> Cell | None:
-        """The cell that is gone; others notice its end in an exchange before Ray does."""
+    def _dead(self) -> WorkerSpec | None:
+        """The dead worker; others notice its end in an exchange before Ray does."""
         ends = self._clock() + _NOTICED_S
         while self._clock() < ends:
-            for cell, actor in zip(self.cells, self._started, strict=True):
+            for worker, actor in zip(self.specs, self._started, strict=True):
                 try:
                     actor.call("beat").result(_LOOK_S)
                 except Lost as error:
                     if error.killed:
-                        return cell
+                        return worker
                 except Silent:  # no answer yet
                     continue
             self._wait(_LOOK_S / 5)
         return None
 
-    def _advice(self, cell: Cell) -> str:
-        return f"{folders.what_next(self._workdir)}; its last words are in {cell.log}"
+    def _advice(self, worker: WorkerSpec) -> str:
+        return f"{folders.what_next(self._workdir)}; its output is in {worker.log}"
 
-    def __enter__(self) -> "Cells":
+    def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *_) -> None:
@@ -173,13 +173,13 @@ class Cells:
 
 
 def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | None]:
-    """The machine of each cell, replica by replica; None: Ray spreads them.
+    """The machine of each worker, replica by replica; None: Ray chooses.
 
     Args:
       plan: its device ``host/k`` is on the Ray node with the name (``ray start --node-name``) or
         the host name ``host``; None: no plan.
       there: the machines of the cluster.
-      count: cells.
+      count: workers.
 
     Raises:
       ConfigError: the plan names a machine that is not in the cluster.
@@ -199,17 +199,17 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
     return [by_name[host] for host in hosts]
 
 
-class CellCheckpoints:
-    """As `decent_jax.train.checkpoint.Checkpointer`, for the process of `train.py`.
+class WorkerCheckpoints:
+    """As `decent_jax.train.checkpoint.Checkpointer`, but the workers write.
 
     Args:
       workdir: of the run.
-      cells: they write.
-      keep: checkpoints.
+      workers: of the run.
+      keep: number of checkpoints.
     """
 
-    def __init__(self, workdir: Path, cells: Cells, keep: int):
-        self.workdir, self._cells, self._keep = workdir, cells, keep
+    def __init__(self, workdir: Path, workers: Workers, keep: int):
+        self.workdir, self._workers, self._keep = workdir, workers, keep
         self._writing: tuple[list[Any], Path, dict[str, Any], int] | None = None
         self._saved = -1
         folders.clear(workdir)
@@ -219,39 +219,39 @@ class CellCheckpoints:
         return folders.steps(self.workdir / FOLDER)
 
     def newest(self, say: Callable[[str], object]) -> dict[str, Any]:
-        """The meta of the newest checkpoint that all cells can read, and now have; or {}."""
+        """The meta of the newest checkpoint that all workers could restore; or {}."""
 
         def restore(checkpoint: Path, meta: dict[str, Any]) -> None:
-            for why in self._cells.all("restore", checkpoint, meta):
+            for why in self._workers.all("restore", checkpoint, meta):
                 if why:
                     raise CheckpointError(why)
 
-        found = folders.first_whole(self.workdir / FOLDER, restore, say)
-        self._saved = found[1]["step"] if found else -1
-        return found[1] if found else {}
+        _, meta = folders.first_whole(self.workdir / FOLDER, restore, say) or (None, {})
+        self._saved = meta.get("step", -1)
+        return meta
 
     def save(self, step: int, state: None, meta: dict[str, Any]) -> None:
-        """Copy the state of all cells, and let them write it while training goes on."""
+        """Copy the state of all workers, and write it in the background."""
         if step != self._saved:
             self._saved = step
             self._save("save", FOLDER, step, meta, self._keep)
 
     def save_best(self, step: int, params: None, model_state: None, meta: dict[str, Any]) -> None:
-        """Keep their consensus model as the best so far, likewise."""
+        """Save the consensus model as the best so far, in the background."""
         self._save("save_model", BEST, step, meta, keep=1)
 
     def check(self) -> None:
-        """A checkpoint counts, or fails, as soon as it is written."""
-        if self._writing is not None and self._cells.over(self._writing[0]):
+        """Finish a checkpoint, or raise its failure, once it is written."""
+        if self._writing is not None and self._workers.over(self._writing[0]):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until everything saved so far is on disk; CheckpointError where it is not."""
+        """Wait until everything saved so far is on disk; CheckpointError if that fails."""
         if self._writing is None:
             return
         (calls, draft, meta, keep), self._writing = self._writing, None
         try:
-            self._cells.wait(calls)
+            self._workers.wait(calls)
         except TrainingFailed as error:
             raise CheckpointError(f"a checkpoint could not be written: {error}") from None
         folders.finish(draft, meta, keep)
@@ -263,8 +263,8 @@ class CellCheckpoints:
     def _save(self, how: str, name: str, step: int, meta: dict[str, Any], keep: int) -> None:
         self.wait()
         draft = folders.draft_of(self.workdir / name, step)
-        sums = self._cells.all(how, draft)
-        of_cells = zip(self._cells.cells, sums, strict=True)
-        parts = {f"{STAGE}{cell.stage}": own for cell, own in of_cells if cell.replica == 0}
+        sums = self._workers.all(how, draft)
+        of_workers = zip(self._workers.specs, sums, strict=True)
+        parts = {f"{STAGE}{spec.stage}": part for spec, part in of_workers if spec.replica == 0}
         meta = meta | {"step": step, "checksums": parts}
-        self._writing = self._cells.begin("saved"), draft, meta, keep
+        self._writing = self._workers.begin("saved"), draft, meta, keep
