@@ -142,7 +142,7 @@ def _ms(seconds: Any) -> str:
 def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     """(kind, rows by name) of processes or workers, peers, and replicas; a row is words by column.
 
-    A process that computes longer than the others is slow; a worker does not compute while it waits.
+    A process that computes longer than the others is slow; a waiting worker does not compute.
     """
     kind, computes, waits = "process", "comm/gradient_s", "comm/message_s"
     if state.start.get("stages"):

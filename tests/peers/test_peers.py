@@ -99,18 +99,18 @@ def living(workdir):
 
 def both_sides_are_in_the_logs(workdir):
     """In these logs an average has two pulls, of the same versions, unless one side was killed."""
-    pull_of = {}
+    pulls = {}
     alive = living(workdir)
     for path in (workdir / "peers").glob("*/events-*.jsonl"):
         me = f"{path.parent.name}.{path.stem[7:]}"
         for line in map(json.loads, path.read_text().splitlines()):
             if "average" in line:
                 mine, theirs = (me, line["mine"]), (line["with"], line["theirs"])
-                pull_of.setdefault(line["averaged"], []).append((mine, theirs))
-    whole = [sides for sides in pull_of.values() if len(sides) == 2]
+                pulls.setdefault(line["average"], []).append((mine, theirs))
+    whole = [sides for sides in pulls.values() if len(sides) == 2]
     assert len(whole) > 20 and all(a == b[::-1] for a, b in whole)
-    alone = [sides[0] for sides in pull_of.values() if len(sides) == 1]
-    # With one that was killed, or stopped and exchange anew.
+    alone = [sides[0] for sides in pulls.values() if len(sides) == 1]
+    # With one that was killed, or stopped and begun anew.
     assert not any({mine[0], theirs[0]} <= alive for mine, theirs in alone)
     assert {mine[0] for sides in whole for mine, _ in sides} >= alive
 
@@ -196,7 +196,7 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
     code = main(["replay", "--workdir", str(workdir)])
     said = capsys.readouterr().out
     assert code == 0 and "every parameter is identical" in said, said
-    ended = [line for line in said.splitlines() if line.endswith("versions: identical")]
+    ended = [line for line in said.splitlines() if line.endswith("snapshots: identical")]
     assert len(ended) == 4  # all three of the first session, whom Ctrl-C lets end, and one
     assert sum(" 0 pairwise averages" not in line for line in ended) >= 3
 

@@ -9,7 +9,7 @@ import numpy as np
 from decent_jax import tasks
 from decent_jax.ground.progress import announce
 from decent_jax.pipelines import part as parts
-from decent_jax.pipelines.executor import Mailbox, Worker, open_batches
+from decent_jax.pipelines.executor import Mailbox, StageExecutor, open_batches
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Stage
 from decent_jax.train import config as config_lib
@@ -36,7 +36,7 @@ class Threads:
         """A worker for each stage."""
         boxes = [Mailbox() for _ in self.stages]
         return [
-            Worker(*both, lambda to, key, value: boxes[to].put(key, value), own)
+            StageExecutor(*both, lambda to, key, value: boxes[to].put(key, value), own)
             for *both, own in zip(self.stages, boxes, batches, strict=True)
         ]
 

@@ -414,7 +414,7 @@ def test_a_supervised_run_chooses_the_interval(tmp_path, memory, monkeypatch, ca
     said = capsys.readouterr().err
     assert "every 20 steps" in said and "2e+03 ms each" in said
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.shapes))
-    assert f"for a recovery take {format_bytes(3 * size)} of " in said
+    assert f"take up to {format_bytes(3 * size)} in " in said
 
 
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"trainer": "pipelines"}, {"trainer": "peers"}])
