@@ -175,10 +175,10 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
 def test_it_resumes_with_another_number(start_process, variables, workdir):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
     fields = {"peers__count": 1, "steps": steps + 60}
-    exchange = newest(workdir, "0") + 1
+    generation = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
     assert process.wait(500) == 0, process.words.read_text()
-    assert events(workdir, "0", exchange)[0]["origin"]["when"] == "checkpoint"
+    assert events(workdir, "0", generation)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["steps"] == steps + 60 and len(summary["peers"]["ranks"]) == 3
     assert summary["final"]["eval/loss"] < 1.0
