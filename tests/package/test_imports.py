@@ -61,7 +61,7 @@ MOST_LINES = {
     "planner": 2333,
     "actors": 190,
     "peers": 1913,
-    "pipelines": 1083,
+    "pipelines": 1077,
     "plan": 157,
     "plots": 694,
     "commands": 727,
