@@ -17,6 +17,7 @@ from decent_jax.ground.errors import (
     Interrupted,
     PeerLost,
     TrainingFailed,
+    unforeseen,
 )
 from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shorten, shown
@@ -75,7 +76,16 @@ def main(argv: list[str] | None = None) -> int:
     except (Unavailable, ConfigError) as error:
         print(f"decent-jax {name}: {error}", file=sys.stderr)
         return 2
-    return command.main(rest)
+    try:
+        return command.main(rest)
+    except BrokenPipeError:  # see `console`
+        raise
+    except KeyboardInterrupt:
+        said, code = "interrupted", 130
+    except Exception as error:
+        said, code = unforeseen(error), 1
+    print(f"decent-jax {name}: {said}", file=sys.stderr)
+    return code
 
 
 def import_module(name: str) -> types.ModuleType:
@@ -134,6 +144,8 @@ def train(argv: list[str], prog: str) -> int:
         code = 1
     except KeyboardInterrupt:  # outside the loop, which saves before it leaves
         said, code = "interrupted; the same command continues", 130
+    except Exception as error:  # of a task or an optimizer of the user's, for instance
+        said, code = unforeseen(error), 1
     else:
         return 0
     print(f"{prog}: {said}", file=sys.stderr)

@@ -4,6 +4,10 @@ Their messages are for a terminal: one line of at most ``longest`` characters. A
 quotes a long value of the user, loses its middle; characters that would move a cursor are escaped.
 """
 
+import contextlib
+import os
+import tempfile
+import traceback
 from pathlib import Path
 
 from decent_jax.ground.format import printable, shorten, shown
@@ -71,3 +75,25 @@ class PeerLost(_Sentence, RuntimeError):
     """An exchange with other processes failed; where the lost one is known, the process ends."""
 
     code = PEER_LOST
+
+
+def unforeseen(error: BaseException) -> str:
+    """A sentence about an error of a kind that nobody foresaw, such as of a user's task.
+
+    It names the line that raised it, of a file outside of packages if there is one, and the file
+    with the traceback.
+    """
+    frames = traceback.extract_tb(error.__traceback__) or [traceback.FrameSummary("?", 0, "?")]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (own or frames)[-1]
+    said = (str(error).strip().splitlines() or [""])[0]
+    path = Path(tempfile.gettempdir()) / f"decent_jax-traceback-{os.getpid()}.txt"
+    with contextlib.suppress(OSError):
+        path.write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
+    return shorten(
+        printable(
+            f"{type(error).__name__}: {shorten(said, 150)} ({Path(last.filename).name}, line "
+            f"{last.lineno}); the traceback is in {path}"
+        ),
+        300,
+    )

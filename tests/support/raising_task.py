@@ -1,0 +1,58 @@
+"""A task that raises in one of its parts, and an optimizer that does."""
+
+import line_task
+import optax
+
+from decent_jax.ground.fields import Field
+
+PARTS = ("validate", "make", "init", "load_params", "loss", "evaluate", "decay_mask", "summary")
+PARTS += ("demonstrate", "measure", "score", "test", "record", "len")
+FIELDS = {**line_task.FIELDS, "model.raises": Field("", "part")}
+load, export = line_task.load, line_task.export
+
+
+def validate(config):
+    _raise(config.model.raises == "validate")
+
+
+def make(config, workdir, announce):
+    _raise(config.model.raises == "make")
+    return Raising(config)
+
+
+def _raise(wanted):
+    if wanted:
+        raise KeyError("of the task")
+
+
+class Points(line_task.Points):
+    """A record, or their number, that cannot be had."""
+
+    def __init__(self, count, raises):
+        super().__init__(count)
+        self.raises = raises
+
+    def __len__(self):
+        _raise(self.raises == "len")
+        return self.count
+
+    def __getitem__(self, index):
+        _raise(self.raises == "record")
+        return super().__getitem__(index)
+
+
+class Raising(line_task.Line):
+    """See `decent_jax.tasks.Task`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        part = config.model.raises
+        self.train_source = self.eval_source = Points(config.data.points, part)
+        if part not in ("", "validate", "make", "record", "len"):
+            setattr(self, part, lambda *_, **__: _raise(True))
+
+
+def optimizer(learning_rate):
+    """One whose update raises in the words of somebody else."""
+    sgd = optax.sgd(learning_rate)
+    return optax.GradientTransformation(sgd.init, lambda *_: _raise(True))
