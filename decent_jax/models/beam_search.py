@@ -16,10 +16,10 @@ class Hypotheses(NamedTuple):
     """The best translations of each sentence, best first.
 
     Attributes:
-      tokens: ``(B, beam, L)`` int32, the last of a hypothesis `END`, then `PAD`.
-      scores: ``(B, beam)`` float32, log probability over length penalty; -inf where fewer than
-        ``beam`` hypotheses exist, whose tokens are then all `PAD`.
-      lengths: ``(B, beam)`` int32, tokens with the `END`.
+      tokens: ``(B, beam, L)`` int32; a hypothesis ends with `END`, followed by `PAD`.
+      scores: ``(B, beam)`` float32, log probability over length penalty; -inf for missing
+        hypotheses, whose tokens are all `PAD`.
+      lengths: ``(B, beam)`` int32, tokens including `END`.
     """
 
     tokens: jax.Array
@@ -39,10 +39,10 @@ def beam_search(
     """Translates a batch of sentences.
 
     The score of a hypothesis is its log probability divided by ``((5 + length) / 6) ** alpha``
-    (Wu et al., 2016, equation 14, without the coverage term), the `END` counted in its length. The
+    (Wu et al., 2016, equation 14, without the coverage term); its length includes `END`. The
     search is tensor2tensor's: of the ``2 * beam`` best continuations of the alive hypotheses, those
-    that end compete with the ``beam`` best finished ones, and the ``beam`` best others live on, so
-    that a hypothesis which ends never narrows the search. It stops when, in every sentence, no
+    that end compete with the ``beam`` best finished ones, and the ``beam`` best others stay alive,
+    so a finished hypothesis never narrows the search. The search stops when, in every sentence, no
     alive hypothesis can become better than the worst finished one. `PAD` and `START` are never
     chosen. A result does not depend on the other sentences of the batch, or on its padding.
 
@@ -51,13 +51,13 @@ def beam_search(
     Args:
       config: of the model.
       params: as `transformer.init` returns them.
-      source: ``(B, S)`` int32, `PAD` behind the sentence. A row of padding alone, which fills up
-        a batch, gets an empty hypothesis.
-      beam: hypotheses kept. 1 is greedy search: the likeliest token each time, until it is `END`.
+      source: ``(B, S)`` int32, `PAD` after the sentence. A row of only padding, which fills up a
+        batch, gets an empty hypothesis.
+      beam: hypotheses to keep. 1 is greedy search: the likeliest token each time, until `END`.
       alpha: exponent of the length penalty, at least 0; 0 prefers short sentences, 1 is close
         to the mean log probability of a token.
       max_extra: a hypothesis has at most this many tokens more than its source. One that reaches
-        this without an end is returned only if none of its sentence has ended.
+        this limit without `END` is returned only if no hypothesis of its sentence has ended.
 
     Returns:
       `Hypotheses`, with ``L = S + max_extra``.
@@ -89,8 +89,8 @@ def _search(config, params, source, alpha, beam, max_extra):
         return ((5.0 + length.astype(jnp.float32)) / 6.0) ** jnp.float32(alpha)
 
     def is_open(state):
-        """Sentences ``(B,)`` that can still change. A log probability only falls, so the best an
-        alive hypothesis can hope for is its present one over the largest penalty."""
+        """Sentences ``(B,)`` that can still change. A log probability only falls, so the best
+        possible score of an alive hypothesis is its current one over the largest penalty."""
         best_hope = state.alive_scores[:, 0] / penalty(limits)
         return (state.step < limits) & (best_hope > state.finished_scores[:, -1])
 
@@ -98,7 +98,7 @@ def _search(config, params, source, alpha, beam, max_extra):
         state, cache = carry
         log_probs, cache = decode(state.alive_tokens, state.step, cache)
         totals = state.alive_scores[:, :, None] + log_probs
-        # Greedy search has no second best: once it ends nothing is alive.
+        # Greedy search has no second best: once it ends, nothing is alive.
         totals, best = lax.top_k(totals.reshape(len(totals), -1), 2 * beam if beam > 1 else 1)
         parents, chosen = best // config.vocab_size, best % config.vocab_size
         tokens = _take(state.alive_tokens, parents).at[:, :, state.step + 1].set(chosen)
@@ -116,7 +116,7 @@ def _search(config, params, source, alpha, beam, max_extra):
             _take(finished_tokens, finished),
             finished_scores,
         )
-        # A sentence at its limit stays as it is, while longer ones of the batch go on.
+        # A sentence at its limit no longer changes, while longer ones of the batch continue.
         growing = state.step < limits
         new = jax.tree.map(lambda n, o: _where(growing, n, o), new, state)
         parents = jnp.take_along_axis(parents, alive, axis=1)
@@ -138,7 +138,7 @@ def _start(batch: int, beam: int, longest: int) -> _State:
     return _State(
         step=jnp.int32(0),
         alive_tokens=tokens,
-        # One beginning, not `beam` equal ones: they would have equal continuations for ever.
+        # One start, not `beam` equal ones: they would have equal continuations forever.
         alive_scores=nothing.at[:, 0].set(0.0),
         finished_tokens=tokens,
         finished_scores=nothing,
@@ -146,7 +146,7 @@ def _start(batch: int, beam: int, longest: int) -> _State:
 
 
 def _best(state: _State, penalties: jax.Array) -> Hypotheses:
-    """The finished hypotheses; of a sentence without one, those alive at its limit."""
+    """The finished hypotheses; for a sentence without any, those alive at its limit."""
     any_finished = state.finished_scores[:, 0] > -jnp.inf
     tokens = _where(any_finished, state.finished_tokens, state.alive_tokens)
     scores = _where(any_finished, state.finished_scores, state.alive_scores / penalties[:, None])
@@ -155,7 +155,7 @@ def _best(state: _State, penalties: jax.Array) -> Hypotheses:
 
 
 class _Decoder:
-    """The decoder one token at a time, on sentences that are encoded once.
+    """The decoder, one token at a time, on sentences that are encoded once.
 
     Args:
       model: of `transformer.merge`, in this trace.
@@ -173,8 +173,8 @@ class _Decoder:
         """Log probabilities ``(B, beam, V)`` float32 of what follows the token at ``step`` of
         ``tokens`` ``(B, beam, 1 + L)``, and the cache with that token written in."""
         last = lax.dynamic_index_in_dim(tokens, step, axis=2, keepdims=False)
-        # The hypotheses of a sentence stand where time stands in training: they are as many
-        # queries to one memory, which therefore needs no copy for each.
+        # The hypotheses of a sentence take the place of the time axis in training: they are
+        # queries to one memory, which therefore needs no copy per hypothesis.
         x = self.model.embed(last, jnp.full(last.shape[1], step))
         new_cache = []
         for layer, kept, memory in zip(self.layers, cache, self.memories, strict=True):

@@ -1,7 +1,7 @@
 """The decoders that predict the next token, `gpt2` and `llama`, as functions.
 
-A module holds parameters alone (no random state), so that a model *is* its parameters: a plain
-nested dict that can be stacked, mixed and saved. Three functions are all a training step needs::
+A module holds only parameters (no random state), so a model *is* its parameters: a plain
+nested dict that can be stacked, mixed and saved. A training step needs only three functions::
 
     config = PRESETS["small"]
     params = init(config, jax.random.key(0))
@@ -28,8 +28,8 @@ PRESETS: dict[str, Config] = {**gpt2.PRESETS, **llama.PRESETS}
 def init(config: Config, key: jax.Array) -> Params:
     """Initial parameters: a nested dict of float32 arrays.
 
-    Normal with standard deviation ``init_std``, the matrices that write into the residual stream
-    scaled by ``1 / sqrt(2 * layers)``; biases 0, scales of norms 1.
+    Normal with standard deviation ``init_std``; matrices that write into the residual stream are
+    scaled by ``1 / sqrt(2 * layers)``; biases are 0, scales of norms 1.
     """
     return pieces.init(network(config), config, key)
 
@@ -47,7 +47,7 @@ def merge(config: Config, params: Params, start: int = 0, stop: int | None = Non
 
 
 def part(config: Config, params: Params, start: int, stop: int) -> Params:
-    """The parameters of the part of blocks ``start`` to ``stop - 1``, out of those of all."""
+    """The parameters of the part with blocks ``start`` to ``stop - 1``, selected from all."""
     flat = traverse_util.flatten_dict(params)
     own = traverse_util.flatten_dict(shapes(config, start, stop))
     return traverse_util.unflatten_dict({path: flat[path] for path in own})
@@ -60,7 +60,7 @@ def shapes(config: Config, start: int = 0, stop: int | None = None) -> Params:
 
 @functools.cache
 def network(config: Config, start: int = 0, stop: int | None = None) -> Callable[..., gpt2.GPT2]:
-    """The class of a config's module, of which `pieces.merge` makes one around parameters."""
+    """The module class of a config, which `pieces.merge` wraps around parameters."""
     kind = gpt2.GPT2 if isinstance(config, gpt2.GPT2Config) else llama.Llama
     return functools.partial(kind, start=start, stop=stop)
 
@@ -79,10 +79,10 @@ def flops_per_token(config: Config, seq_len: int) -> int:
     """Floating-point operations of the model for one token, forward and backward.
 
     ``6 N + 12 * layers * width * seq_len`` (PaLM, appendix B): 2 operations per parameter forward
-    and 4 backward, and the two products of attention, not halved for causality. ``N`` leaves out
-    embeddings that are only looked up and multiply nothing: that of positions, and that of tokens
-    where the output layer has its own (``tied=False``). Recomputation (``remat``) does not count:
-    this is the numerator of model FLOPs utilisation (MFU).
+    and 4 backward, and the two products of attention, not halved for causality. ``N`` excludes
+    embeddings that are only looked up: those of positions, and those of tokens if the output layer
+    has its own (``tied=False``). Recomputation (``remat``) does not count: this is the numerator of
+    model FLOPs utilization (MFU).
     """
     positions = config.context if isinstance(config, gpt2.GPT2Config) else 0
     looked_up = positions + (0 if config.tied else config.vocab_size)
@@ -105,28 +105,28 @@ def generate(
 ) -> jax.Array:
     """Continues a batch of prompts of one length.
 
-    A token is predicted from the ``context`` tokens before it. As long as everything fits the
-    context, keys and values are kept and a step costs one token; past it the window slides, every
+    A token is predicted from the ``context`` tokens before it. While everything fits the context,
+    keys and values are cached and a step costs one token. Beyond it the window slides, every
     token changes its position, and each step runs the model over the whole window.
 
     Args:
       config: of the model (static).
       params: as the ``init`` of the model returns them.
       prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
-      num_tokens: how many to add (static: another number compiles again).
+      num_tokens: how many to add (static: each number compiles once).
       key: for sampling; unused at temperature 0.
       temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
       top_k: sample among the k likeliest tokens (static); 0 is all of them.
 
     Returns:
-      ``(B, P + num_tokens)``, the prompts and what follows them, in the prompts' dtype.
+      ``(B, P + num_tokens)``, the prompts with their continuations, in the prompts' dtype.
     """
     batch, prompt = prompt_tokens.shape
     model = merge(config, params)
     tokens = jnp.pad(prompt_tokens, ((0, 0), (0, num_tokens)))
 
     def put(tokens, position, logits):
-        """Writes the sample from ``logits`` (B, V) at ``position``; the key depends on it alone."""
+        """Writes the sample from ``logits`` (B, V) at ``position``, which alone selects the key."""
         new = _sample(logits, jax.random.fold_in(key, position), temperature, top_k)
         return tokens.at[:, position].set(new.astype(tokens.dtype))
 
@@ -155,8 +155,8 @@ def generate(
 
 
 def _extend(model, tokens, start, cache):
-    """Logits ``(B, V)`` after ``tokens`` ``(B, T)`` that stand at positions ``start ...``, and the
-    cache (per layer, keys and values ``(B, S, heads, D)``) with theirs written in."""
+    """Logits ``(B, V)`` after ``tokens`` ``(B, T)`` at positions ``start ...``, and the updated
+    cache (per layer, keys and values ``(B, S, heads, D)``)."""
     positions = start + jnp.arange(tokens.shape[1])
     seen = jnp.arange(cache[0][0].shape[1])[None] <= positions[:, None]  # (T, S)
     x = model.embed(tokens, positions)

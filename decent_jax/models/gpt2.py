@@ -20,20 +20,20 @@ class GPT2Config:
     Attributes:
       vocab_size: rows of the token embedding, which is also the output layer. 50304, the next
         multiple of 128, is faster on GPUs.
-      context: longest sequence, rows of the position embedding.
+      context: longest sequence; rows of the position embedding.
       layers: number of blocks.
       heads: attention heads of a block; divides ``width``.
       width: size of a hidden vector.
       bias: biases in linear layers and LayerNorms; False removes all of them.
       dropout: rate for embeddings, attention probabilities and residual branches.
-      dtype: of activations and matrix products; parameters are float32 always, and so are the
-        statistics of LayerNorms and softmaxes.
+      dtype: of activations and matrix products; parameters and the statistics of LayerNorms and
+        softmaxes are always float32.
       remat: recompute each block in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
         cuDNN where it applies.
-      init_std: of the initial matrices and embeddings; a narrow model learns faster from larger
-        ones, about ``width ** -0.5``.
-      tied: the token embedding is also the output layer, as published.
+      init_std: of the initial matrices and embeddings; a narrow model learns faster with a larger
+        one, about ``width ** -0.5``.
+      tied: whether the token embedding is also the output layer, as published.
     """
 
     vocab_size: int = 50257
@@ -54,7 +54,7 @@ class GPT2Config:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values; a query has its own."""
+        """Key-value heads: one per query head."""
         return self.heads
 
 
@@ -69,12 +69,12 @@ PRESETS = {
 class GPT2(nnx.Module):
     """Pre-LayerNorm decoder with learned positions, or a part of one.
 
-    A part has the parameters of its blocks; the first also has the embeddings, and the last the
-    final norm and the output layer (where it is tied, the token embedding).
+    A part has the parameters of its blocks; the first part also has the embeddings, and the last
+    the final norm and the output layer (if it is tied, the token embedding).
 
     Args:
       config: shape and numerics.
-      rngs: key for the initial parameters; used here only, nothing random is kept.
+      rngs: key for the initial parameters; no random state is kept.
       start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` is all of them.
     """
 
@@ -114,7 +114,7 @@ class GPT2(nnx.Module):
           ``(B, T, vocab_size)`` in ``config.dtype``.
 
         Raises:
-          ValueError: ``tokens`` are longer than the context.
+          ValueError: ``tokens`` is longer than the context.
         """
         return self.logits(self.hidden(tokens, dropout_rng=dropout_rng))
 
@@ -123,7 +123,7 @@ class GPT2(nnx.Module):
         return self.ln_f(self.blocks(self.begin(tokens, dropout_rng), dropout_rng))
 
     def begin(self, tokens: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
-        """What goes into the first block, ``(B, T, width)``."""
+        """The input of the first block, ``(B, T, width)``."""
         length, context = tokens.shape[1], self.config.context
         if length > context:
             raise ValueError(f"{length} tokens do not fit the context of {context}")
@@ -132,7 +132,7 @@ class GPT2(nnx.Module):
         return dropout(x, self.config.dropout, rng)
 
     def blocks(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
-        """The blocks of this part, one after the other: ``(B, T, width)`` to the same."""
+        """Applies the blocks of this part in order; ``(B, T, width)`` to the same shape."""
         for i in range(self.start, self.stop):
             rng = fold_in(self._rng(dropout_rng), i)
             block = self.h[str(i)]
@@ -190,7 +190,7 @@ class CausalAttention(nnx.Module):
     def qkv(self, x: jax.Array, positions: jax.Array) -> list[jax.Array]:
         """``(B, T, width)`` to three arrays ``(B, T, heads, width / heads)``.
 
-        ``positions`` ``(T,)`` is what a Llama needs here; the embedding has added them already.
+        ``positions`` ``(T,)`` is for a Llama; here the embedding has already added them.
         """
         del positions
         parts = jnp.split(self.c_attn(x), 3, axis=-1)
@@ -198,7 +198,7 @@ class CausalAttention(nnx.Module):
 
 
 class GeluMLP(nnx.Module):
-    """Four times as wide inside, GELU in the tanh approximation."""
+    """MLP with four times the width inside and GELU in the tanh approximation."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         self.c_fc = linear(config, config.width, 4 * config.width, rngs)
@@ -210,14 +210,14 @@ class GeluMLP(nnx.Module):
 
 @jax.checkpoint
 def _gelu(x: jax.Array) -> jax.Array:
-    """Keeps ``x`` for the backward pass, not a second array as large."""
+    """Keeps only ``x`` for the backward pass, not a second array of its size."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def linear(
     config: Any, inputs: int, outputs: int, rngs: nnx.Rngs, residual: bool = False
 ) -> nnx.Linear:
-    """A linear layer; one that writes into the residual stream begins smaller."""
+    """A linear layer; one that writes into the residual stream has smaller initial weights."""
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
     options = {"kernel_init": nnx.initializers.normal(std), "dtype": jnp.dtype(config.dtype)}
     return nnx.Linear(inputs, outputs, use_bias=config.bias, rngs=rngs, **options)

@@ -1,5 +1,5 @@
-"""The ``config.json`` of ``transformers``: what an export says of a model, and what it must say of
-weights that a run begins with."""
+"""The ``config.json`` of ``transformers``: written with an export, and checked for the weights
+from which a run starts."""
 
 import os
 from pathlib import Path
@@ -12,11 +12,11 @@ from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
 from decent_jax.models.transformer import END, PAD, START, TransformerConfig
 
-POSITIONS = 2048  # tokens that a sentence or its translation may have in `transformers`
+POSITIONS = 2048  # most tokens of a sentence or its translation in `transformers`
 
 
 def describe(config: decoders.Config | TransformerConfig) -> dict:
-    """What ``config.json`` must hold for ``transformers`` to load a saved file."""
+    """The ``config.json`` with which ``transformers`` loads a saved file."""
     if isinstance(config, TransformerConfig):
         return _transformer(config)
     return _gpt2(config) if isinstance(config, GPT2Config) else _llama(config)
@@ -93,9 +93,9 @@ SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
 }
 
 
-# --- Weights of others ----------------------------------------------------------------------------
+# --- Published weights ----------------------------------------------------------------------------
 
-# What `transformers` takes where a config.json is silent.
+# The defaults of `transformers` for missing keys of a config.json.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         **{"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
@@ -108,7 +108,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"rope_theta": 10000.0, "rope_type": "default", "tie_word_embeddings": False},
     },
 }
-_FIELDS = {  # of a run's config, which set what config.json says
+_FIELDS = {  # fields of a run's config that correspond to keys of config.json
     **{"n_layer": "layers", "n_head": "heads", "n_embd": "width", "n_positions": "context"},
     **{"num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width"},
     **{"num_key_value_heads": "kv_heads", "intermediate_size": "hidden"},
@@ -116,7 +116,7 @@ _FIELDS = {  # of a run's config, which set what config.json says
 }
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and of those before
-# They say nothing of the function that the weights compute (vocab_size: its rows are checked).
+# They do not affect the function that the weights compute (vocab_size: its rows are checked).
 _NEUTRAL = {
     *("_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout"),
     *("attn_pdrop", "chunk_size_feed_forward", "dtype", "embd_pdrop", "id2label"),
@@ -129,16 +129,17 @@ _NEUTRAL = {
 
 
 def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
-    """Raises ValueError, one sentence, where a ``config.json`` describes another model than config.
+    """Raises ValueError, in one sentence, if a ``config.json`` describes another model than config.
 
-    Every key counts: one that this model cannot follow is refused by name, and one that the run's
-    config contradicts with the settings that agree. Without the file nothing is checked.
+    Every key is checked. A key that this model does not support is refused by name; a key that
+    contradicts the run's config is refused with the settings that match. Without the file nothing
+    is checked.
 
     Args:
       path: of the ``config.json``.
       config: of the run's model.
-      own_head: the weights have an output layer, so that a config without ties is right whatever
-        the file says.
+      own_head: whether the weights have an output layer; a config without tied weights is then
+        correct whatever the file says.
     """
     if not os.path.lexists(path):
         return
@@ -179,7 +180,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
 
 
 def _complete(kind: str, said: dict) -> dict:
-    """The same with the defaults of ``transformers``, and each thing said in one way."""
+    """The same with the defaults of ``transformers``, normalized."""
     said = _DEFAULTS[kind] | said
     for key in ("activation_function", "hidden_act"):
         if key in said:

@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023; Llama 3, 2024) in Flax NNX.
 
-A decoder with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, and without biases and
-dropout; else a GPT-2. `decoders` has the functions that use it.
+A decoder with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, without biases and
+dropout; otherwise like GPT-2. `decoders` has the functions that use it.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ class LlamaConfig:
       context: longest sequence in training; the model has no parameters for positions.
       layers: number of blocks.
       heads: query heads of a block; divides ``width``.
-      kv_heads: heads of keys and values, each read by ``heads / kv_heads`` queries.
+      kv_heads: key-value heads, each read by ``heads / kv_heads`` query heads.
       width: size of a hidden vector.
-      hidden: size inside the MLP.
+      hidden: width of the MLP.
       rope_theta: base of the rotary frequencies.
       norm_epsilon: added to the mean square in RMSNorm.
-      tied: the token embedding is also the output layer.
+      tied: whether the token embedding is also the output layer.
       dtype, remat, attention, init_std: as in `decent_jax.models.gpt2.GPT2Config`.
     """
 
@@ -70,10 +70,10 @@ PRESETS = {
 
 
 class Llama(gpt2.GPT2):
-    """Pre-RMSNorm decoder, or a part of one; the same arguments, and what follows is its own."""
+    """Pre-RMSNorm decoder, or a part of one; arguments as for GPT-2."""
 
     def add_positions(self, rngs: nnx.Rngs) -> None:
-        """None: attention turns queries and keys."""
+        """None: attention rotates queries and keys instead."""
 
     def block(self, rngs: nnx.Rngs) -> gpt2.DecoderBlock:
         return gpt2.DecoderBlock(self.config, rngs, _rms_norm, GroupedAttention, SwiGLU)
@@ -127,7 +127,7 @@ class SwiGLU(nnx.Module):
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """Rotary positions (Su et al., 2021) of ``(B, T, heads, D)``, in float32.
 
-    The pair ``(x[i], x[i + D/2])`` turns by ``position * theta ** (-2 i / D)``.
+    The pair ``(x[i], x[i + D/2])`` is rotated by ``position * theta ** (-2 i / D)``.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)

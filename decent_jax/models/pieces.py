@@ -1,4 +1,4 @@
-"""What models share: checks, layers, attention, the loss, the adapter."""
+"""Shared by all models: checks, layers, attention, the loss, the adapter."""
 
 import functools
 import math
@@ -19,14 +19,14 @@ _LAYER_NORM_EPSILON = 1e-5
 
 
 def check(config: Any) -> None:
-    """Raises ValueError where ``heads`` do not divide ``width``, or this process has no float64."""
+    """Raises ValueError if ``heads`` does not divide ``width``, or float64 is not enabled."""
     if config.width % config.heads:
         raise ValueError(f"width {config.width} is not divisible by heads {config.heads}")
     check_dtype(config)
 
 
 def check_dtype(config: Any) -> None:
-    """Raises ValueError where activations are float64, and this process has none."""
+    """Raises ValueError if activations are float64 and float64 is not enabled."""
     if config.dtype == "float64" and not jax.config.values["jax_enable_x64"]:
         raise ValueError("dtype float64 needs the variable JAX_ENABLE_X64=1; use float32")
 
@@ -60,8 +60,8 @@ def count(tree: Params) -> int:
 
 
 def decay_mask(params: Params) -> Params:
-    """Which parameters decay: True for matrices (embeddings and kernels), False for biases and
-    the scales of norms. Decided by name, so stacked parameters give the same answer."""
+    """The weight-decay mask: True for matrices (embeddings and kernels), False for biases and
+    the scales of norms. It goes by name, so stacked parameters give the same mask."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )
@@ -82,14 +82,14 @@ def layer_norm(config: Any, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNo
         config.width,
         epsilon=_LAYER_NORM_EPSILON,
         use_bias=bias,
-        use_fast_variance=False,  # E[x^2] - E[x]^2 cancels: GPT-2 has hidden units in the hundreds
+        use_fast_variance=False,  # E[x^2] - E[x]^2 cancels: GPT-2 has hidden values in the hundreds
         dtype=jnp.dtype(config.dtype),
         rngs=rngs,
     )
 
 
 def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    """A share ``rate`` of ``x`` becomes 0, the rest is scaled up; without a key nothing does."""
+    """Dropout: a share ``rate`` of ``x`` becomes 0, the rest is scaled up; no key: identity."""
     if rng is None:
         return x
     keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
@@ -97,7 +97,7 @@ def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
 
 
 def fold_in(rng: jax.Array | None, data: int) -> jax.Array | None:
-    """A key of its own for each use; None stays None."""
+    """A separate key for each use; None stays None."""
     return None if rng is None else jax.random.fold_in(rng, data)
 
 
@@ -126,20 +126,19 @@ def attention(
 
     Args:
       config: names the kernel (``attention``) and the rate of ``dropout``.
-      query: of every position that reads.
-      key: of every position that is read.
-      value: likewise.
-      lengths: ``(B,)`` int32, at least 1, keys of each sentence to see; None: all. Lengths, not a
+      query: of every position that attends.
+      key, value: of every position that is attended to.
+      lengths: ``(B,)`` int32, at least 1, visible keys of each sentence; None: all. Lengths, not a
         mask: cuDNN turns a mask into a ``(B, heads, T, S)`` bias, and refuses it for odd T or S.
-      causal: position t sees keys 0 to t only.
-      rng: key for dropout of the probabilities, which then are written out: slower, and larger.
+      causal: position t attends only to keys 0 to t.
+      rng: key for dropout of the probabilities, which are then materialized: slower and larger.
     """
     if rng is not None:
         weights = attention_weights(query, key, lengths, causal=causal)
         return weighted(dropout(weights, config.dropout, rng), value)
     kernel = implementation(config)
-    # Where XLA divides a replica over devices (mesh.fsdp) it cannot divide cuDNN's kernel, so each
-    # device starts one for its examples.
+    # If XLA shards a replica over devices (mesh.fsdp), it cannot partition cuDNN's kernel, so each
+    # device runs one for its examples.
     mesh = jax.sharding.get_abstract_mesh()
     axes = mesh.auto_axes if kernel == "cudnn" else ()
     if len(query) % math.prod(mesh.shape[axis] for axis in axes):
@@ -164,7 +163,7 @@ def attention(
 def attention_weights(
     query: jax.Array, key: jax.Array, lengths: jax.Array | None = None, *, causal: bool = False
 ) -> jax.Array:
-    """The probabilities ``(B, heads, T, S)``, float32, that `attention` does not write out."""
+    """The probabilities ``(B, heads, T, S)``, float32, which `attention` does not return."""
     scores = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
     scores /= math.sqrt(query.shape[-1])
     positions = jnp.arange(key.shape[1])
@@ -199,8 +198,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, label_smoothing: float 
 
     Args:
       logits: ``(..., V)``, bfloat16, float16, float32 or float64.
-      targets: ``(...)`` integers in ``[0, V)``. Beyond it the loss is NaN; to leave a position
-        out give it any valid target and multiply its loss by 0.
+      targets: ``(...)`` integers in ``[0, V)``; outside, the loss is NaN. To ignore a position,
+        give it any valid target and multiply its loss by 0.
       label_smoothing: ``eps`` in ``[0, 1)``, a Python float.
 
     Returns:

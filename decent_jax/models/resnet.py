@@ -1,8 +1,8 @@
 """ResNets (He et al., 2016; version 1.5) in Flax NNX, and their functional adapter.
 
 Besides its parameters a ResNet has statistics: the running mean and variance of each batch norm,
-which training updates without a gradient and evaluation normalises with. Both are plain nested
-dicts, and functions of them are all a training step needs::
+which training updates without a gradient and evaluation normalizes with. Both are plain nested
+dicts, and a training step needs only functions of them::
 
     config = PRESETS["resnet50"]
     params, statistics = init(config, jax.random.key(0))
@@ -11,7 +11,7 @@ dicts, and functions of them are all a training step needs::
 
 They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map`` and
 ``lax.scan``. Version 1.5 has the stride of a bottleneck in its 3x3 convolution. Convolutions are
-padded alike on all sides, and named as torchvision's are, so its weights would fit.
+padded equally on all sides and named as in torchvision, so its weights fit.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ class ResNetConfig:
         instead of two 3x3 convolutions.
       width: channels inside the blocks of the first stage.
       num_classes: outputs.
-      small_images: begin with a 3x3 convolution of stride 1, for images of some 32 pixels,
+      small_images: start with a 3x3 convolution of stride 1, for images of about 32 pixels,
         instead of one of 7x7 and stride 2 and a max pool of stride 2.
-      momentum: of the running statistics: what they keep of themselves in a step.
-      dtype: of activations and convolutions; parameters, statistics, the normalisation and the
+      momentum: decay of the running statistics per step.
+      dtype: of activations and convolutions; parameters, statistics, the normalization and the
         last layer are float32 (float64 in a float64 model).
     """
 
@@ -83,7 +83,7 @@ class ResNet(nnx.Module):
 
     Args:
       config: shape and numerics.
-      rngs: key for the initial parameters; used here only, nothing random is kept.
+      rngs: key for the initial parameters; no random state is kept.
     """
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
@@ -112,9 +112,9 @@ class ResNet(nnx.Module):
         """Logits of images.
 
         Args:
-          images: ``(B, H, W, 3)`` floats, normalised.
-          train: normalise with the statistics of this batch, and move the running ones towards
-            them, instead of normalising with the running ones.
+          images: ``(B, H, W, 3)`` floats, normalized.
+          train: normalize with the statistics of this batch and update the running ones, instead
+            of normalizing with the running ones.
 
         Returns:
           ``(B, num_classes)`` float32.
@@ -131,7 +131,7 @@ class ResNet(nnx.Module):
 class ResidualBlock(nnx.Module):
     """``relu(shortcut(x) + branch(x))``; the branch is two or, as a bottleneck, three convolutions.
 
-    The shortcut is the identity, or where the shape changes a 1x1 convolution with a batch norm.
+    The shortcut is the identity or, if the shape changes, a 1x1 convolution with a batch norm.
     """
 
     def __init__(self, config: ResNetConfig, inputs: int, stage: int, stride: int, rngs: nnx.Rngs):
@@ -139,7 +139,7 @@ class ResidualBlock(nnx.Module):
         channels = inputs
         for i, (outputs, size, step) in enumerate(_branch(config, stage, stride), start=1):
             setattr(self, f"conv{i}", Conv(channels, outputs, size, step, rngs))
-            # The last scale begins at 0, so the block is the identity (Goyal et al., 2017).
+            # The last scale starts at 0, so the block is the identity (Goyal et al., 2017).
             setattr(self, f"bn{i}", BatchNorm(config, outputs, float(i != self.last)))
             channels = outputs
         self.downsample: Any = nnx.data(None)
@@ -175,9 +175,9 @@ class Conv(nnx.Module):
 class BatchNorm(nnx.Module):
     """Batch norm (Ioffe and Szegedy, 2015) over all axes but the last, in float32.
 
-    Flax's own rounds the running statistics to the activations' dtype in evaluation. Variances
-    are those of the batch, ``mean((x - mean)**2)``, also in the running ones; PyTorch's running
-    ones are larger by a factor of ``m / (m - 1)``, ``m`` values per channel.
+    Flax's own layer rounds the running statistics to the activations' dtype in evaluation.
+    Variances are ``mean((x - mean)**2)`` over the batch, also the running ones; PyTorch's running
+    variances are larger by a factor of ``m / (m - 1)`` for ``m`` values per channel.
     """
 
     def __init__(self, config: ResNetConfig, channels: int, scale: float = 1.0):
@@ -249,18 +249,18 @@ def logits_of(
 def train_logits(
     config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array
 ) -> tuple[jax.Array, Statistics]:
-    """Training: the logits under the statistics of the batch, and the new running ones."""
+    """Training: the logits with the statistics of the batch, and the new running statistics."""
     model = merge(config, params, statistics)
     logits = model(images, train=True)
     return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
 
 def batch_moments(config: ResNetConfig, params: Params, images: jax.Array) -> Statistics:
-    """Moments that the inputs of each batch norm have in this batch, to be averaged over batches.
+    """Moments of the inputs of each batch norm in this batch, to be averaged over batches.
 
     Returns:
-      As the statistics, but ``var`` is the mean square instead of the variance. Averages over
-      batches (of equal sizes) remain moments; `from_moments` makes them statistics.
+      Like the statistics, but ``var`` is the mean square instead of the variance. Averages over
+      batches (of equal sizes) remain moments; `from_moments` converts them to statistics.
     """
     own = dataclasses.replace(config, momentum=0.0)  # the running statistics become the batch's
     shapes = pieces.shapes(ResNet, config, nnx.BatchStat)
@@ -270,7 +270,7 @@ def batch_moments(config: ResNetConfig, params: Params, images: jax.Array) -> St
 
 
 def from_moments(moments: Statistics) -> Statistics:
-    """Statistics of averages of what `batch_moments` returns."""
+    """Statistics from averages of `batch_moments`."""
     return _each_batch_norm(
         lambda mean, square: (mean, jnp.maximum(square - jnp.square(mean), 0)), moments
     )
@@ -282,7 +282,7 @@ def merge(config: ResNetConfig, params: Params, statistics: Statistics) -> ResNe
 
 
 def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
-    """``{"mean": m, "var": v}`` to those that ``fn(m, v)`` returns, wherever they are."""
+    """Replaces ``{"mean": m, "var": v}`` with the result of ``fn(m, v)``, at any depth."""
     if "mean" in statistics:
         return dict(zip(("mean", "var"), fn(statistics["mean"], statistics["var"]), strict=True))
     return {name: _each_batch_norm(fn, part) for name, part in statistics.items()}
@@ -321,7 +321,7 @@ def flops_per_image(config: ResNetConfig, size: int = 224) -> int:
 
 
 def _shrunk(config: ResNetConfig, module: str, block: str = "", conv: str = "", *_: str) -> int:
-    """How many times smaller than the image the output of a convolution is."""
+    """The factor by which the output of a convolution is smaller than the image."""
     if module == "conv1":
         return 1 if config.small_images else 2
     stage = int(module.removeprefix("layer")) - 1

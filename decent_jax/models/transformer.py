@@ -7,9 +7,9 @@ As in `decoders`, a model is its parameters, a plain nested dict, and pure funct
     logits = apply(config, params, source, target_in)
 
 They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map`` and ``lax.scan``.
-Sentences are rows of token ids, padded behind their end with `PAD`; padding never influences
-another position. ``target_in`` is the target shifted right: it begins with `START`, and the logits
-at its position t predict token t of the target, of which the last is `END`.
+Sentences are rows of token ids, padded at the end with `PAD`; padding never influences
+another position. ``target_in`` is the target shifted right: it starts with `START`, and the logits
+at position t predict token t of the target, whose last token is `END`.
 """
 
 import dataclasses
@@ -33,22 +33,22 @@ class TransformerConfig:
     """Shape and numerics of a Transformer.
 
     Attributes:
-      vocab_size: rows of the one embedding of source, target and output layer, the four special
-        ids included.
+      vocab_size: rows of the embedding shared by source, target and output layer, including the
+        four special ids.
       width: size of a hidden vector; even, for the sinusoids.
       heads: attention heads; divides ``width``.
-      layers: of the encoder, and as many of the decoder.
+      layers: of the encoder and of the decoder, each.
       ff: hidden units of a feed-forward block.
       dropout: rate for embeddings, attention probabilities, hidden units of feed-forward blocks
         and residual branches.
       norm: ``"post"``, LayerNorm after each residual sum, as published; or ``"pre"``, before
         each branch and once more after the last layer (needs no warm-up to train deep).
-      dtype: of activations and matrix products; parameters are float32 always, and so are the
-        statistics of LayerNorms and softmaxes.
+      dtype: of activations and matrix products; parameters and the statistics of LayerNorms and
+        softmaxes are always float32.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
-        cuDNN where it applies. Dropout of probabilities needs them written out: a training
-        step with ``dropout > 0`` uses XLA whatever is set here.
+        cuDNN where it applies. Dropout of the probabilities materializes them, so a training
+        step with ``dropout > 0`` always uses XLA.
     """
 
     vocab_size: int = 37120
@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
 
     Args:
       config: shape and numerics.
-      rngs: key for the initial parameters; used here only, nothing random is kept.
+      rngs: key for the initial parameters; no random state is kept.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
         """The encoder.
 
         Args:
-          source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` behind the sentence. A token
+          source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` after the sentence. A token
             beyond the vocabulary gives NaN.
           rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
 
@@ -129,9 +129,9 @@ class Transformer(nnx.Module):
 
         Args:
           target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
-          memory: ``(B, S, width)``, of `encode`.
+          memory: ``(B, S, width)``, from `encode`.
           source_mask: ``(B, S)`` booleans, ``source != PAD``; True first, then False.
-          rng: key for dropout; not the one given to `encode`.
+          rng: key for dropout; not the one passed to `encode`.
 
         Returns:
           Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """What both kinds of layers share: self-attention, a feed-forward block, residual branches."""
+    """The base of both kinds of layers: self-attention, a feed-forward block, residual branches."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -214,13 +214,13 @@ class DecoderLayer(_Layer):
         return self.through(x, self.attend_self, attend_memory, rng)
 
     def attend_self(self, h: jax.Array, rng: jax.Array | None) -> jax.Array:
-        # No mask for padding: it is behind the sentence, where causality hides it.
+        # No padding mask: padding comes after the sentence, where causality hides it.
         keys, values = self.self_attention.keys_values(h)
         return self.self_attention(h, keys, values, causal=True, rng=rng)
 
     def through(self, x, attend_self: Callable, attend_memory: Callable, rng=None) -> jax.Array:
-        """The layer around two attentions, each ``(h (B, T, width), rng) -> (B, T, width)``:
-        those of `__call__`, those of a decoder with a cache, or one that records its weights."""
+        """The layer around two attentions, each ``(h (B, T, width), rng) -> (B, T, width)``: those
+        of `__call__`, of a decoder with a cache, or of one that records its weights."""
         x = self.residual(self.self_norm, attend_self, x, fold_in(rng, 0))
         x = self.residual(self.cross_norm, attend_memory, x, fold_in(rng, 1))
         return self.residual(self.ff_norm, self.feed_forward, x, fold_in(rng, 2))
@@ -238,7 +238,7 @@ class MultiHeadAttention(nnx.Module):
         self.out = _linear(config, width, width, rngs)
 
     def __call__(self, x, keys, values, *, lengths=None, causal=False, rng=None) -> jax.Array:
-        """Positions of ``x`` ``(B, T, width)`` read values ``(B, S, heads, D)``."""
+        """Positions of ``x`` ``(B, T, width)`` attend to values ``(B, S, heads, D)``."""
         query = self.heads(self.query(x))
         y = attention(self.config, query, keys, values, lengths, causal=causal, rng=rng)
         return self.out(y.reshape(x.shape))
@@ -260,7 +260,7 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     """Position encodings, ``(T,)`` integers to ``(T, width)`` float32.
 
     ``sin(p / 10000 ** (2 i / width))`` at column ``2 i`` and the cosine next to it (Vaswani et al.,
-    2017, section 3.5). Computed, so that any length will do.
+    2017, section 3.5). Computed, so any length works.
     """
     rates = jnp.exp(jnp.arange(0, width, 2) * (-math.log(10000.0) / width))
     angles = positions[:, None] * rates[None]
@@ -268,9 +268,9 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
 
 
 def key_lengths(mask: jax.Array) -> jax.Array:
-    """Real positions ``(B,)`` int32 of a mask ``(B, S)``, whose padding is behind them.
+    """Real positions ``(B,)`` int32 of a mask ``(B, S)``, with the padding at the end.
 
-    At least 1, since attention to nothing is 0 / 0: a row of padding alone, which fills up a
+    At least 1, because attention to nothing is 0 / 0: a row of only padding, which fills up a
     batch, then gives finite numbers, which are ignored.
     """
     return jnp.maximum(mask.sum(axis=-1, dtype=jnp.int32), 1)
@@ -305,11 +305,10 @@ def apply(
 def attention_weights(
     config: TransformerConfig, params: Params, source: jax.Array, target_in: jax.Array
 ) -> jax.Array:
-    """Where each target position looks in the source.
+    """The cross attention of each target position to the source.
 
     Returns:
-      Probabilities of the cross attention, ``(B, layers, heads, T, S)`` float32, in evaluation;
-      0 at padding of the source.
+      Probabilities in evaluation, ``(B, layers, heads, T, S)`` float32; 0 at padding of the source.
     """
     model = merge(config, params)
     memory, lengths = model.encode(source), key_lengths(source != PAD)
@@ -349,10 +348,10 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    As `decoders.flops_per_token` counts: 6 per parameter and position it is used at, and 12
+    Counted as in `decoders.flops_per_token`: 6 per parameter and position where it is used, and 12
     ``width`` per query-key pair of an attention, not halved for causality. The decoder's matrices
-    for keys and values of the memory are used at source positions, the shared embedding as the
-    output layer at target positions. Recomputation (``remat``) does not count.
+    for keys and values of the memory are used at source positions, the shared embedding as output
+    layer at target positions. Recomputation (``remat``) does not count.
     """
     shapes = pieces.shapes(Transformer, config)
     encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))

@@ -1,18 +1,18 @@
 """Models as safetensors files with published names: those of Hugging Face and of torchvision.
 
-* Decoders: ``GPT2LMHeadModel``, in whose linear layers the weight is ``(inputs, outputs)`` as here,
+* Decoders: ``GPT2LMHeadModel``, whose linear weights are ``(inputs, outputs)`` as here,
   and ``LlamaForCausalLM``, which holds the transpose.
-* Transformers: ``MarianMTModel`` where ``norm="post"``, ``PegasusForConditionalGeneration`` where
+* Transformers: ``MarianMTModel`` for ``norm="post"``, ``PegasusForConditionalGeneration`` for
   ``norm="pre"``. Both have the sines of the positions in the first half of a hidden vector and the
-  cosines in the second, where ours alternate, so every hidden vector is written in that order.
+  cosines in the second, while ours alternate, so every hidden vector is written in their order.
   Their linear layers hold ``(outputs, inputs)``, and biases that ours lack are zeros.
 * ResNets: the ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
   stride in the 3x3 convolution). Convolutions are ``(outputs, inputs, height, width)`` there and
   ``(height, width, inputs, outputs)`` here. Networks that torchvision lacks (other blocks, another
   width, the stem for small images) are named by the same rule.
 
-A file is float32, and appears whole or not at all. ``transformers`` reads it as
-``model.safetensors`` next to a ``config.json`` that holds `decent_jax.models.hf_config.describe`.
+A file is float32 and written atomically. ``transformers`` reads it as ``model.safetensors`` next to
+a ``config.json`` with the result of `decent_jax.models.hf_config.describe`.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class _Layout(NamedTuple):
     """Names and axes of a file.
 
     Attributes:
-      modules: names there of our modules, of those that have another one.
-      transposed: whether kernels begin with their outputs there.
+      modules: their names of our modules, where they differ.
+      transposed: whether their kernels have outputs first.
     """
 
     modules: Mapping[str, str]
@@ -58,7 +58,7 @@ class _Layout(NamedTuple):
         return ".".join([*(self.modules.get(name, name) for name in modules), _LEAVES[leaf]])
 
     def turned(self, tree_path: tuple, x: np.ndarray) -> np.ndarray:
-        """The parameter as the file has it; of a matrix also the way back."""
+        """The parameter as stored in the file; for a matrix the transform is its own inverse."""
         if not self.transposed or tree_path[-1].key != "kernel":
             return x
         return x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
@@ -100,7 +100,7 @@ _RESNET = _Layout({"conv": "0", "bn": "1"})  # the two modules of a downsample
 
 
 def _tensors(tree: Any, shapes: Any, layout: _Layout) -> dict[str, np.ndarray]:
-    """The tensors of one model; ValueError where one is missing or has another shape."""
+    """The tensors of one model; ValueError if one is missing or has another shape."""
     given = {layout.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
@@ -127,32 +127,32 @@ _FREQUENCIES = "rotary_emb.inv_freq"
 
 
 def load_decoder(path: str | Path, config: decoders.Config) -> Params:
-    """Reads weights, published ones or those `save_decoder` wrote.
+    """Reads published weights or those written by `save_decoder`.
 
-    A ``config.json`` beside the file must describe this model (`decent_jax.models.hf_config`).
-    Names may carry the prefixes ``_orig_mod.`` and ``transformer.``. The causal masks that some
-    files hold are ignored, and so is a tied model's ``lm_head.weight`` where it repeats the token
-    embedding; where only that one is stored, it is the embedding. Of a tensor that two shards hold
-    the index names the right one.
+    A ``config.json`` next to the file must describe this model (`decent_jax.models.hf_config`).
+    Names may have the prefixes ``_orig_mod.`` and ``transformer.``. Causal masks in a file are
+    ignored, and so is a tied model's ``lm_head.weight`` if it repeats the token embedding; if only
+    ``lm_head.weight`` is stored, it is the embedding. If two shards hold a tensor, the index
+    decides.
 
-    Where ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
+    If ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
     padded with copies of its mean row. The logit of a padding token is then the mean logit, which
     is at most the logarithm of the mean of ``exp``: the loss rises by no more than
     ``log(50304 / 50257) = 0.0009`` nats. (Zero rows, whose logit is 0, would take all the
     probability: the published models' logits lie far below 0.)
 
     Args:
-      path: a ``.safetensors`` file, or the ``model.safetensors.index.json`` beside several.
-      config: shapes to expect.
+      path: a ``.safetensors`` file, or the ``model.safetensors.index.json`` of a sharded one.
+      config: the expected shapes.
 
     Returns:
       A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
 
     Raises:
       ValueError: ``config.json`` describes another model; or a tensor is missing, stored twice,
-        not finite, of another shape, or not part of this config (more layers, an output layer of
-        its own, biases other than zeros where it has none, other rotary frequencies); or a file
-        is missing, or no safetensors file. The sentence names it.
+        not finite, of another shape, or not part of this config (more layers, a separate output
+        layer, nonzero biases where it has none, other rotary frequencies); or a file is missing,
+        or is not a safetensors file. The message names it.
     """
     path = Path(path)
     layout, left = _decoder_layout(config), _stored(path, config)
@@ -209,7 +209,7 @@ def _read(file: Path, key: str) -> np.ndarray:
 
 
 def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
-    """Names of tensors without prefixes: the file of each, and its name there."""
+    """Names of tensors without prefixes: the file of each, and its name in that file."""
     files, place = [path], {}
     if path.suffix == ".json":
         otherwise = "is no index of .safetensors files; name one, or a .safetensors file"
@@ -227,7 +227,7 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
                     _check_frequencies(opened.get_tensor(key), f"{key!r} of {file}", config)
                 if name.endswith((*_IGNORED, _FREQUENCIES)):
                     continue
-                if name in stored and key in place:  # the index knows which one is stale
+                if name in stored and key in place:  # the index decides which one is stale
                     if place[key] != file.name:
                         continue
                 elif name in stored:
@@ -240,7 +240,7 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; ValueError, one sentence, where it is none."""
+    """A safetensors file; ValueError, in one sentence, if it is not one."""
     try:
         check_regular(file)
         with safetensors.safe_open(file, framework="numpy") as opened:
@@ -257,7 +257,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check_frequencies(stored: np.ndarray, name: str, config: decoders.Config) -> None:
-    """Raises ValueError where a Llama was trained with other rotary frequencies."""
+    """Raises ValueError if a Llama was trained with other rotary frequencies."""
     theta, places = getattr(config, "rope_theta", math.nan), np.arange(stored.size) / stored.size
     if not np.allclose(stored, theta**-places, rtol=0.02):  # bfloat16 rounds
         raise ValueError(f"{name} has other frequencies than model.rope_theta {theta:g} gives")
@@ -268,17 +268,17 @@ def save_decoder(
 ) -> None:
     """Writes one model's parameters (no replica dimension).
 
-    ``transformers`` knows no GPT-2 without biases, so with ``bias=False`` they are zeros there.
+    ``transformers`` has no GPT-2 without biases, so with ``bias=False`` they are written as zeros.
 
     Raises:
-      ValueError: a parameter is missing or has another shape than ``config`` says.
+      ValueError: a parameter is missing or does not have the shape in ``config``.
     """
     tensors = _tensors(params, decoders.shapes(config), _decoder_layout(config))
     if isinstance(config, GPT2Config):
         with_biases = decoders.shapes(dataclasses.replace(config, bias=True))
         for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
             tensors.setdefault(_GPT2.name(tree_path), np.zeros(leaf.shape, np.float32))
-        if not config.tied:  # beside an output layer of its own, the rest has its full name
+        if not config.tied:  # next to a separate output layer, the rest has its full name
             tensors = {n if n == _HEAD else f"transformer.{n}": x for n, x in tensors.items()}
     _write(path, tensors, metadata)
 
@@ -293,7 +293,7 @@ def _decoder_layout(config: decoders.Config) -> _Layout:
 def save_transformer(
     path: Path, params: Params, config: TransformerConfig, metadata: Mapping[str, str]
 ) -> None:
-    """Writes one model's parameters; ValueError as `save_decoder`."""
+    """Writes one model's parameters; ValueError as in `save_decoder`."""
     shapes = pieces.shapes(transformer.Transformer, config)
     params = jax.tree_util.tree_map_with_path(_reordered, params)
     tensors = _tensors(params, shapes, _TRANSFORMER)
@@ -313,7 +313,7 @@ def _order(width: int) -> np.ndarray:
 
 
 def _reordered(tree_path, value: np.ndarray) -> np.ndarray:
-    """The parameter with the hidden vectors that it reads or writes in that order."""
+    """The parameter with its hidden vectors, read or written, in that order."""
     *_, module, leaf = (entry.key for entry in tree_path)
     if module == "ff_in" and leaf == "bias":
         return value
@@ -332,7 +332,7 @@ def save_resnet(
     step: int,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes one model and the statistics that it is evaluated with; ValueError as `save_decoder`.
+    """Writes one model and its evaluation statistics; ValueError as in `save_decoder`.
 
     ``step`` is torchvision's ``num_batches_tracked``.
     """
@@ -345,7 +345,7 @@ def save_resnet(
 
 
 def architecture(config: ResNetConfig) -> str | None:
-    """Name of torchvision's function that makes this network; None where it has none."""
+    """Name of torchvision's function for this network; None if there is none."""
     shape = operator.attrgetter("blocks", "bottleneck", "width", "small_images")
     names = {shape(preset): name for name, preset in resnet.PRESETS.items()}
     return None if config.small_images else names.get(shape(config))
@@ -354,13 +354,13 @@ def architecture(config: ResNetConfig) -> str | None:
 def describe_resnet(
     config: ResNetConfig, class_names: Sequence[str] | None, image_size: int, resize: int | None
 ) -> dict:
-    """What a user of the tensors needs to know, for a ``config.json``.
+    """The contents of a ``config.json`` for users of the tensors.
 
     Args:
       config: of the network.
-      class_names: (num_classes,) in the order of the outputs; None: not known.
-      image_size: pixels, of an image in evaluation.
-      resize: what the shorter side of a photograph is made before that centre crop; None: no
+      class_names: (num_classes,) in the order of the outputs; None: unknown.
+      image_size: side of an image in evaluation, in pixels.
+      resize: the shorter side of a photograph is resized to this before the center crop; None: no
         crop.
     """
     return {
