@@ -29,6 +29,9 @@ from decent_jax.optim.schedules import inverse_sqrt_schedule as inverse_sqrt_sch
 from decent_jax.optim.schedules import (
     linear_warmup_cosine_schedule as linear_warmup_cosine_schedule,
 )
+from decent_jax.optim.schedules import (
+    linear_warmup_linear_schedule as linear_warmup_linear_schedule,
+)
 from decent_jax.optim.schedules import linear_warmup_step_schedule as linear_warmup_step_schedule
 from decent_jax.optim.sparseloco import sparseloco as sparseloco
 from decent_jax.optim.swarm import swarm as swarm

@@ -20,6 +20,28 @@ def linear_warmup_cosine_schedule(
     )
 
 
+def linear_warmup_linear_schedule(
+    peak: float, warmup_steps: int, steps: int, *, end: float = 0.0
+) -> optax.Schedule:
+    """From ``peak / warmup_steps`` linearly to ``peak``, then linearly to ``end``.
+
+    For 0-based step t, ``peak`` at ``warmup_steps - 1``, or at 0 without a warm-up.
+
+    Example:
+      >>> rate = linear_warmup_linear_schedule(1.0, 2, 6)
+      >>> [float(rate(t)) for t in range(7)]
+      [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    def schedule(step):
+        t = jnp.asarray(step, jnp.float32)
+        share = jnp.clip((t - warmup_steps) / max(steps - warmup_steps, 1), 0.0, 1.0)
+        warming = jnp.minimum(1.0, (t + 1) / max(warmup_steps, 1))
+        return warming * (peak + share * (end - peak))
+
+    return schedule
+
+
 def linear_warmup_step_schedule(
     peak: float, warmup_steps: int, drops: Sequence[int], factor: float
 ) -> optax.Schedule:

@@ -79,10 +79,14 @@ FIELDS = {
     # --- Optimizer, the same on every replica ---
     "learning_rate": Field(1e-3, "peak learning rate", at_least=0),
     "lr_schedule.name": Field(
-        "cosine", "shape of the decay", choices=("cosine", "inverse_sqrt", "step", "constant")
+        "cosine",
+        "shape of the decay",
+        choices=("cosine", "linear", "inverse_sqrt", "step", "constant"),
     ),
     "lr_schedule.warmup": Field("10%", "length of the linear warm-up", duration=True),
-    "lr_schedule.end_factor": Field(0.1, "cosine ends at this multiple of the peak", at_least=0),
+    "lr_schedule.end_factor": Field(
+        0.1, "cosine and linear end at this multiple of the peak", at_least=0
+    ),
     "lr_schedule.drops": Field("30%, 60%, 90%", "with name step: when the learning rate drops"),
     "lr_schedule.drop_factor": Field(0.1, "factor at each drop", at_least=0),
     "optimizer.name": Field(
@@ -130,6 +134,9 @@ FIELDS = {
     "eval.every": Changeable(500, "steps between evaluations; 0: only at the end", duration=True),
     "eval.batches": Changeable(0, "validation batches per evaluation; 0: all", at_least=0),
     "eval.batch_size": Changeable(0, "examples per batch; 0: as in training", at_least=0),
+    "eval.replicas": Changeable(
+        False, "also evaluate each replica: the worst and the mean, such as eval/loss_worst"
+    ),
     "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
     "log.trackers": Changeable("", "tensorboard, wandb or your own classes; comma-separated"),
     "profile.count": Changeable(0, "steps to trace into workdir/profile, after 10", at_least=0),
@@ -261,6 +268,11 @@ def _check_sizes(config: ConfigDict) -> None:
         config,
         (copies <= 0 or alone, "recovery.every", f"must be 0 or -1 with {config.trainer}"),
         (
+            alone or not config.eval.replicas,
+            "eval.replicas",
+            f"must be False with {config.trainer}",
+        ),
+        (
             copies <= config.steps or config.epochs > 0,
             "recovery.every",
             f"must be at most steps, {config.steps}",
@@ -271,7 +283,7 @@ def _check_sizes(config: ConfigDict) -> None:
         (config.data.workers <= most, "data.workers", f"must be at most {most} on this machine"),
     )
     check_cuts(config, "micro_batches")
-    if config.lr_schedule.name == "cosine" and not config.epochs:
+    if config.lr_schedule.name in ("cosine", "linear") and not config.epochs:
         warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # once known, it is checked again
         steps = in_steps("lr_schedule.warmup", warmup, steps_per_epoch, config.steps)
         check_warmup(steps, config.steps)

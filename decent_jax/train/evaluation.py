@@ -4,6 +4,7 @@ import itertools
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -49,11 +50,23 @@ class Evaluator:
         def consensus_on_device(params, model_state, batch, weights):
             return total(lambda row: task.evaluate(params, model_state, *row), (batch, weights))
 
+        def replicas_on_device(params, model_state, batch, weights):
+            everyone = jnp.arange(placement.num_replicas)
+
+            def of_replica(own):
+                replica, *model = own
+                sums = total(lambda row: task.evaluate(*model, *row), (batch, weights))
+                # In its own place of (n,), so that their sum over the replicas has all of them.
+                return jax.tree.map(lambda x: jnp.where(everyone == replica, x, 0), sums)
+
+            return jax.lax.map(of_replica, (placement.replica_ids(), params, model_state))
+
         def moments_on_device(params, batch):
             return total(lambda row: cast(RecomputesState, task).moments(params, row), batch)
 
         stacked, everywhere = P("replica"), P()
         self._consensus = run(consensus_on_device, everywhere, everywhere, stacked, stacked)
+        self._replicas = run(replicas_on_device, stacked, stacked, everywhere, everywhere)
         self._moments = run(moments_on_device, everywhere, stacked)
         self._add = jax.jit(
             lambda total, sums: jax.tree.map(lambda a, b: a + b.sum(axis=0), total, sums),
@@ -75,6 +88,8 @@ class Evaluator:
         """The ``eval/`` metrics of a step, and the mean of the replicas that they are of."""
         model = self.model(state)
         result = self.consensus(*model)
+        if self._config.eval.replicas:
+            result |= self.of_replicas(state)
         row = {f"eval/{name}": value for name, value in result.items()}
         score = getattr(self.task, "score", None)
         if score is not None:
@@ -83,6 +98,21 @@ class Evaluator:
         row["eval/consensus_distance"] = float(distance.distance)
         row["eval/consensus_distance_relative"] = float(distance.relative)
         return row, model
+
+    def of_replicas(self, state: TrainState) -> dict[str, float]:
+        """Metrics of the replicas alone: ``top1_worst``, the least of them, and ``top1_mean``.
+
+        The worst loss is the largest. Each has the statistics of its own training.
+        """
+        with eval_batches(self._config, self.task, self.placement) as batches:
+            sums = self._total(
+                self._replicas(state.params, state.model_state, *self.placement.put(rows))
+                for rows in batches
+            )
+        averages = _averages(jax.device_get(sums))
+        worst = {name: x.max() if name == "loss" else x.min() for name, x in averages.items()}
+        means = {f"{name}_mean": float(x.mean()) for name, x in averages.items()}
+        return {f"{name}_worst": float(x) for name, x in worst.items()} | means
 
     def consensus(self, params: Any, model_state: Any) -> dict[str, float]:
         """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""

@@ -174,7 +174,7 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
         raise ConfigError.about("mix_every", config.mix_every, wanted)
     every = config_lib.durations(config, epoch, steps)
     warmup = every["lr_schedule.warmup"]
-    if config.lr_schedule.name == "cosine":
+    if config.lr_schedule.name in ("cosine", "linear"):
         config_lib.check_warmup(warmup, steps)
     drops = config_lib.drops_in_steps(config, epoch, steps)
     return steps, every, step_lib.learning_rate(config, steps, warmup, drops)

@@ -42,6 +42,10 @@ def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int])
             start_factor=1 / max(warmup, 1),
             end=peak * config.lr_schedule.end_factor,
         )
+    if name == "linear":
+        return optim.linear_warmup_linear_schedule(
+            peak, warmup, steps, end=peak * config.lr_schedule.end_factor
+        )
     if name == "inverse_sqrt":
         return optim.inverse_sqrt_schedule(peak, max(warmup, 1))
     if name == "constant":
