@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     def command(self, root: Path, here: Sequence[str] = ()) -> list[str]:
         """Of train.py, after the interpreter; ``here``: flags for this machine."""
         fields = {
-            "data.path": root / "data" / self.task.removesuffix("_en_de"),
+            "data.path": root / "data" / self.task.removesuffix("_en_de").removesuffix("_fast"),
             **dict(self.changes),
         }
         return [
@@ -76,6 +76,7 @@ def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [
         *_shakespeare(),
+        *_cifar10_fast(),
         *_cifar10_main(),
         *_multi30k_main(),
         *_different_data(),
@@ -106,6 +107,12 @@ def _shakespeare() -> Iterator[Piece]:
     for seed in range(3):
         own = {"num_replicas": 12}
         yield from (piece(f"shakespeare:{arm}", seed, "-12_replicas", **own) for arm in NANOGPT)
+
+
+def _cifar10_fast() -> Iterator[Piece]:
+    """airbench94, whose 94% the field knows: all-reduce, gossip in both orders, the rest."""
+    arms = ("all_reduce", "gossip", "gossip_awc", "gossiped_momentum", "hypercube")
+    yield from (piece(f"cifar10_fast:{arm}", seed) for seed in range(3) for arm in arms)
 
 
 def _cifar10_main() -> Iterator[Piece]:

@@ -86,7 +86,8 @@ def train_batches(
 
     Each epoch visits every record once, in a new order; a batch may straddle two epochs. With a
     partition, each epoch of a replica visits every record of that replica once. If the source has
-    a method `augment(record, generator)`, the batches hold its results; the random numbers depend
+    a method `of_epoch(index, epoch)`, it is read by that instead of `[index]`; if it has a method
+    `augment(record, generator)`, the batches hold its results; the random numbers depend
     on the example's position in the stream alone, not on the process that reads it.
 
     Args:
@@ -177,7 +178,15 @@ def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
 
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
     order, drawing = (int(word) for word in seed.generate_state(2, np.uint32))
-    dataset = grain.MapDataset.source(records).shuffle(order).repeat().map(source.__getitem__)
+
+    def of_epoch(position: int, index: int):
+        return source.of_epoch(index, position // len(records))
+
+    dataset = grain.MapDataset.source(records).shuffle(order).repeat()
+    if hasattr(source, "of_epoch"):
+        dataset = dataset.map_with_index(of_epoch)
+    else:
+        dataset = dataset.map(source.__getitem__)
     if hasattr(source, "augment"):
         dataset = dataset.random_map(source.augment, seed=drawing)
     return dataset.batch(per_replica, drop_remainder=True)

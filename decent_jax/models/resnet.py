@@ -31,6 +31,7 @@ Statistics = Params  # of the same form
 EPSILON = 1e-5  # of batch norm, as in torchvision
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's training images in [0, 1]: what inputs are
 STD = (0.229, 0.224, 0.225)  # normalised with
+_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ResNetConfig:
       small_images: start with a 3x3 convolution of stride 1, for images of about 32 pixels,
         instead of one of 7x7 and stride 2 and a max pool of stride 2.
       momentum: decay of the running statistics per step.
+      epsilon: of batch norm, added to the variances.
       dtype: of activations and convolutions; parameters, statistics, the normalization and the
         last layer are float32 (float64 in a float64 model).
     """
@@ -57,12 +59,24 @@ class ResNetConfig:
     num_classes: int = 1000
     small_images: bool = False
     momentum: float = 0.9
+    epsilon: float = EPSILON
     dtype: str = "bfloat16"
 
     def __post_init__(self):
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks must be at least 1 for each stage, got {self.blocks}")
         pieces.check_dtype(self)
+
+    @property
+    def network(self) -> type[nnx.Module]:
+        """The module's class."""
+        return ResNet
+
+    def pixels(self, size: int, *modules: str) -> int:
+        """Of what a convolution gives for images of a size; the last layer has one."""
+        if modules == ("fc",):  # works on the mean of all pixels
+            return 1
+        return (-(-size // _shrunk(self, *modules))) ** 2  # padded so that halving rounds up
 
 
 PRESETS = {
@@ -163,10 +177,11 @@ class ResidualBlock(nnx.Module):
 class Conv(nnx.Module):
     """A convolution without bias, ``(B, H, W, inputs)`` to ``(B, H', W', outputs)``."""
 
-    def __init__(self, inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs, draw: Any = _NORMAL
+    ):
         self.stride = stride
-        normal = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
-        self.kernel = nnx.Param(normal(rngs.params(), (size, size, inputs, outputs), jnp.float32))
+        self.kernel = nnx.Param(draw(rngs.params(), (size, size, inputs, outputs), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return cpu.conv(x, self.kernel[...].astype(x.dtype), self.stride)
@@ -180,10 +195,12 @@ class BatchNorm(nnx.Module):
     variances are larger by a factor of ``m / (m - 1)`` for ``m`` values per channel.
     """
 
-    def __init__(self, config: ResNetConfig, channels: int, scale: float = 1.0):
+    def __init__(self, config: Any, channels: int, scale: float | None = 1.0):
         dtype = _wide(config.dtype)
-        self.momentum = config.momentum
-        self.scale = nnx.Param(jnp.full(channels, scale, jnp.float32))
+        self.momentum, self.epsilon = config.momentum, config.epsilon
+        self.scale: Any = nnx.data(None)  # 1, and not a parameter
+        if scale is not None:
+            self.scale = nnx.Param(jnp.full(channels, scale, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(channels, jnp.float32))
         self.mean = nnx.BatchStat(jnp.zeros(channels, dtype))
         self.var = nnx.BatchStat(jnp.ones(channels, dtype))
@@ -195,7 +212,9 @@ class BatchNorm(nnx.Module):
             for running, new in ((self.mean, mean), (self.var, var)):
                 old = self.momentum * running[...]
                 running[...] = old + (1 - self.momentum) * jax.lax.stop_gradient(new)
-        factor = self.scale[...] * jax.lax.rsqrt(var + EPSILON)
+        factor = jax.lax.rsqrt(var + self.epsilon)
+        if self.scale is not None:
+            factor = self.scale[...] * factor
         offset = self.bias[...] - mean * factor
         spread = (1,) * (x.ndim - 1) + (-1,)
         y = x.astype(mean.dtype) * factor.reshape(spread) + offset.reshape(spread)
@@ -226,28 +245,28 @@ def _wide(dtype) -> jnp.dtype:
 
 
 # --- The functional adapter ---------------------------------------------------------------------
+# A config is a ResNetConfig, or that of `airbench`: its ``network`` is the module.
 
 
-def init(config: ResNetConfig, key: jax.Array) -> tuple[Params, Statistics]:
+def init(config: Any, key: jax.Array) -> tuple[Params, Statistics]:
     """Initial parameters and statistics: nested dicts of float32 arrays.
 
     Convolutions normal with variance ``2 / (outputs * size**2)`` (He et al., 2015), the last layer
     uniform within ``features ** -0.5``, scales 1 (the last of a block 0), biases and means 0,
     variances 1.
     """
-    _, params, statistics = nnx.split(ResNet(config, rngs=nnx.Rngs(key)), nnx.Param, nnx.BatchStat)
+    module = config.network(config, rngs=nnx.Rngs(key))
+    _, params, statistics = nnx.split(module, nnx.Param, nnx.BatchStat)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
 
 
-def logits_of(
-    config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array
-) -> jax.Array:
+def logits_of(config: Any, params: Params, statistics: Statistics, images: jax.Array) -> jax.Array:
     """Evaluation: ``ResNet.__call__`` with the running statistics; same shapes."""
     return merge(config, params, statistics)(images, train=False)
 
 
 def train_logits(
-    config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array
+    config: Any, params: Params, statistics: Statistics, images: jax.Array
 ) -> tuple[jax.Array, Statistics]:
     """Training: the logits with the statistics of the batch, and the new running statistics."""
     model = merge(config, params, statistics)
@@ -255,7 +274,7 @@ def train_logits(
     return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
 
-def batch_moments(config: ResNetConfig, params: Params, images: jax.Array) -> Statistics:
+def batch_moments(config: Any, params: Params, images: jax.Array) -> Statistics:
     """Moments of the inputs of each batch norm in this batch, to be averaged over batches.
 
     Returns:
@@ -263,7 +282,7 @@ def batch_moments(config: ResNetConfig, params: Params, images: jax.Array) -> St
       batches (of equal sizes) remain moments; `from_moments` converts them to statistics.
     """
     own = dataclasses.replace(config, momentum=0.0)  # the running statistics become the batch's
-    shapes = pieces.shapes(ResNet, config, nnx.BatchStat)
+    shapes = pieces.shapes(config.network, config, nnx.BatchStat)
     statistics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     _, statistics = train_logits(own, params, statistics, images)
     return _each_batch_norm(lambda mean, var: (mean, var + jnp.square(mean)), statistics)
@@ -276,9 +295,9 @@ def from_moments(moments: Statistics) -> Statistics:
     )
 
 
-def merge(config: ResNetConfig, params: Params, statistics: Statistics) -> ResNet:
+def merge(config: Any, params: Params, statistics: Statistics) -> Any:
     """The module around them; to be used within one trace, as the functions above do."""
-    return pieces.merge(ResNet, config, params, statistics)
+    return pieces.merge(config.network, config, params, statistics)
 
 
 def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
@@ -291,17 +310,17 @@ def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
 # --- Arithmetic ---------------------------------------------------------------------------------
 
 
-def num_params(config: ResNetConfig) -> int:
+def num_params(config: Any) -> int:
     """Number of parameters, without the statistics.
 
     Example:
       >>> num_params(PRESETS["resnet50"])
       25557032
     """
-    return pieces.count(pieces.shapes(ResNet, config))
+    return pieces.count(pieces.shapes(config.network, config))
 
 
-def flops_per_image(config: ResNetConfig, size: int = 224) -> int:
+def flops_per_image(config: Any, size: int = 224) -> int:
     """Floating-point operations of convolutions and the last layer, forward and backward.
 
     Two operations per multiply-add forward, and four backward.
@@ -311,12 +330,10 @@ def flops_per_image(config: ResNetConfig, size: int = 224) -> int:
       size: height and width of the images.
     """
     multiply_adds = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(pieces.shapes(ResNet, config)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pieces.shapes(config.network, config)):
         *modules, kind = (entry.key for entry in path)
         if kind == "kernel":
-            # Padded so that halving rounds up; the last layer works on the mean of all pixels.
-            pixels = 1 if modules == ["fc"] else (-(-size // _shrunk(config, *modules))) ** 2
-            multiply_adds += pixels * math.prod(leaf.shape)
+            multiply_adds += config.pixels(size, *modules) * math.prod(leaf.shape)
     return 6 * multiply_adds
 
 

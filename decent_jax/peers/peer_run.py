@@ -206,7 +206,7 @@ class Stream:
         return self._source[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "augment":  # the blocks below hold augmented records
+        if name in ("augment", "of_epoch"):  # the blocks below hold augmented records
             raise AttributeError(name)
         if "_source" not in self.__dict__:  # while it is copied or unpickled
             raise AttributeError(name)

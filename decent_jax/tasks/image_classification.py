@@ -1,6 +1,7 @@
 """Image classification with a ResNet, on photographs or on pictures made by a generator."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -19,21 +20,24 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import resnet, weights
+from decent_jax.models import airbench, resnet, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, impossible_model
 
 GENERATED = "generated"
 CROPS = ("resized", "whole")
 CONSENSUS = ("average", "recompute", "mix")
+PRESETS = {**resnet.PRESETS, **airbench.PRESETS}
+Config = resnet.ResNetConfig | airbench.AirbenchConfig
 
 _SHOWN_CLASSES = 12  # rows of the table at the end
+_WHITENED_IMAGES = 5000
 _DEMO_BATCH = 100
 _DEMO_BATCHES = 10
 
 
 FIELDS = {
-    "model.preset": Field("resnet50", "shape of the ResNet", choices=tuple(resnet.PRESETS)),
+    "model.preset": Field("resnet50", "shape of the network", choices=tuple(PRESETS)),
     "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
     "model.width": size_of_preset("channels of the first stage"),
     "model.small_images": Field(False, "stem for images of about 32 pixels; preset tiny has it"),
@@ -58,7 +62,19 @@ FIELDS = {
     "data.image_size": Field(32, "side of a training image, in pixels", at_least=16, at_most=2**14),
     "data.flip": Field(True, "mirror half of the training images"),
     "data.shift": Field(0, "largest random shift, in pixels", at_least=0, at_most=2**14),
+    "data.border": Field(
+        "zeros", "fill of the border that a shift leaves", choices=("zeros", "reflect")
+    ),
+    "data.eval_views": Field(
+        1,
+        "views of a validation image whose logits are averaged; 6: the image and its mirror image "
+        "(half of the weight), and both shifted by a pixel in two directions",
+        choices=(1, 6),
+    ),
     # Folders.
+    "data.alternate": Field(
+        False, "mirror each training image in every second epoch, not at random"
+    ),
     "data.crop": Field(
         "resized",
         "of training images; resized: a random 8% to 100% of the picture, resized; whole: the "
@@ -94,6 +110,9 @@ def validate(config: ConfigDict) -> None:
             f"`decent-jax prepare images`, or {GENERATED!r}"
         )
         raise ConfigError.about("data.path", data.path, why)
+    if data.alternate and (generated or not data.flip):
+        why = "must be False where data.flip is, and with data.path 'generated'"
+        raise ConfigError.about("data.alternate", True, why)
     if data.shift > data.image_size:
         why = f"must be at most data.image_size, {data.image_size}"
         raise ConfigError.about("data.shift", data.shift, why)
@@ -106,19 +125,19 @@ def validate(config: ConfigDict) -> None:
     model_config(config, len(generated_images.CLASS_NAMES))
 
 
-def model_config(config: ConfigDict, num_classes: int) -> resnet.ResNetConfig:
+def model_config(config: ConfigDict, num_classes: int) -> Config:
     """The model that ``config.model`` describes, for ``num_classes`` classes."""
     model = config.model
-    preset = resnet.PRESETS[model.preset]
+    preset = PRESETS[model.preset]
+    for name in ("blocks", "small_images"):
+        if model[name] and not hasattr(preset, name):
+            why = f"must be left out, because the preset {model.preset!r} has none"
+            raise ConfigError.about(f"model.{name}", model[name], why)
     try:
-        return dataclasses.replace(
-            preset,
-            blocks=_blocks(model.blocks) or preset.blocks,
-            width=model.width or preset.width,
-            num_classes=num_classes,
-            small_images=model.small_images or preset.small_images,
-            dtype=model.dtype,
-        )
+        given: dict[str, Any] = {name: model[name] for name in ("width", "small_images")}
+        given["blocks"] = _blocks(model.blocks)
+        given = {name: value for name, value in given.items() if value}
+        return dataclasses.replace(preset, **given, num_classes=num_classes, dtype=model.dtype)
     except ValueError as error:
         raise impossible_model(config, error) from None
 
@@ -157,7 +176,12 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
                 pass
         return ImageClassification(
             config,
-            crops.TrainImages(train, data.image_size, whole=data.crop == "whole"),
+            crops.TrainImages(
+                train,
+                data.image_size,
+                whole=data.crop == "whole",
+                alternate=config.seed if data.alternate else None,
+            ),
             crops.EvalImages(val, *eval_sizes(data)),
         )
     with announce(f"drawing {data.train_images + data.val_images} pictures"):
@@ -188,25 +212,42 @@ class ImageClassification(Task):
         self.class_names = train_source.class_names
         self.config = model_config(config, len(self.class_names))
         self.label_smoothing = config.model.label_smoothing
-        self.flip, self.shift = config.data.flip, config.data.shift
+        self.flip = config.data.flip and not config.data.alternate
+        self.shift, self.border = config.data.shift, config.data.border
+        self.views = config.data.eval_views
         self.flops_per_example = float(resnet.flops_per_image(self.config, config.data.image_size))
         self.mixes_state = config.model.batch_norm_consensus == "mix"
         recomputes = config.model.batch_norm_consensus == "recompute"
         self.recompute_batches = config.model.batch_norm_batches if recomputes else 0
 
+    @functools.cached_property
+    def whitening(self) -> np.ndarray:
+        """What the first layer of ``airbench94`` is, of the first training images."""
+        with loader.train_batches(
+            self.train_source, seed=0, num_replicas=1, batch_size=_WHITENED_IMAGES
+        ) as batches:
+            return airbench.whitening(normalize(next(batches)["image"][0]))
+
     def init(self, key):
-        return resnet.init(self.config, key)
+        params, statistics = resnet.init(self.config, key)
+        if "whiten" in params:
+            params["whiten"]["kernel"] = jnp.asarray(self.whitening)
+        return params, statistics
 
     def loss(self, params, model_state, batch, key):
         images = normalize(batch["image"])
-        images = augment(key, images, flip=self.flip, shift=self.shift)
+        images = augment(key, images, flip=self.flip, shift=self.shift, border=self.border)
         logits, new_state = resnet.train_logits(self.config, params, model_state, images)
         loss = cross_entropy(logits, batch["label"], self.label_smoothing).mean()
         return loss, _unless_not_finite(new_state, model_state)
 
     def evaluate(self, params, model_state, batch, weights):
         images, labels = normalize(batch["image"]), batch["label"]
-        logits = resnet.logits_of(self.config, params, model_state, images)
+
+        def logits_of(images):
+            return resnet.logits_of(self.config, params, model_state, images)
+
+        logits = logits_of(images) if self.views == 1 else logits_of_views(logits_of, images)
         ranks = ranks_of(logits, labels)
         sums = {"loss": cross_entropy(logits, labels), "top1": ranks < 1, "top5": ranks < 5}
         return {name: (x * weights).sum() for name, x in sums.items()} | {"count": weights.sum()}
@@ -248,20 +289,26 @@ class ImageClassification(Task):
 # --- On the device ------------------------------------------------------------------------------
 
 
-def normalize(images: jax.Array) -> jax.Array:
-    """uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation removed."""
+def normalize(images: Any) -> Any:
+    """uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation removed.
+
+    NumPy arrays stay such.
+    """
     mean, std = (np.array(x, np.float32).reshape(1, 1, 1, 3) for x in (resnet.MEAN, resnet.STD))
     return (images.astype(jnp.float32) / 255 - mean) / std
 
 
-def augment(key: jax.Array, images: jax.Array, *, flip: bool, shift: int) -> jax.Array:
-    """Mirrors every other image and moves each by up to ``shift`` pixels, filling up with zeros.
+def augment(
+    key: jax.Array, images: jax.Array, *, flip: bool, shift: int, border: str = "zeros"
+) -> jax.Array:
+    """Mirrors every other image and moves each by up to ``shift`` pixels.
 
     Args:
       key: decides for each image.
       images: ``(B, H, W, C)`` floats, normalised.
       flip: whether to mirror.
       shift: pixels, along both axes.
+      border: what is moved in: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels there.
 
     Returns:
       The same shape and dtype.
@@ -273,11 +320,31 @@ def augment(key: jax.Array, images: jax.Array, *, flip: bool, shift: int) -> jax
         images = jnp.where(mirrored, images[:, :, ::-1], images)
     if shift:
         corners = jax.random.randint(shift_key, (count, 2), 0, 2 * shift + 1)
-        padded = jnp.pad(images, ((0, 0), (shift, shift), (shift, shift), (0, 0)))
+        sides = ((0, 0), (shift, shift), (shift, shift), (0, 0))
+        padded = jnp.pad(images, sides, mode="reflect" if border == "reflect" else "constant")
         images = jax.vmap(
             lambda image, corner: jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), shape)
         )(padded, corners)
     return images
+
+
+def logits_of_views(logits_of: Callable, images: jax.Array) -> jax.Array:
+    """Mean logits of an image, its mirror image, and both moved by a pixel, two ways.
+
+    Those that are not moved have half of the weight (Jordan, 2024).
+
+    Args:
+      logits_of: ``(B, H, W, C)`` to ``(B, K)``.
+      images: normalised.
+    """
+    _, height, width, _ = images.shape
+    padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+
+    def of_pair(corner):
+        moved = padded[:, corner : corner + height, corner : corner + width]
+        return logits_of(moved) + logits_of(moved[:, :, ::-1])
+
+    return (2 * of_pair(1) + of_pair(0) + of_pair(2)) / 8
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -313,7 +380,7 @@ class TrainedClassifier(NamedTuple):
 
     params: Any  # nested dict of float32 host arrays, no replica dimension
     statistics: Any  # of batch norm, likewise; those the model was evaluated with
-    config: resnet.ResNetConfig
+    config: Config
     class_names: tuple[str, ...] | None  # None: the folder of images is not here
     step: int
 
@@ -341,13 +408,18 @@ def load(run: TrainedRun) -> TrainedClassifier:
                 raise ConfigError(
                     f"this run's batch-norm statistics are recomputed from its images, and {error}"
                 ) from None
-    config = model_config(run.config, params["fc"]["bias"].shape[-1])
+    config = model_config(run.config, params["fc"]["kernel"].shape[-1])
     return TrainedClassifier(params, statistics, config, names and tuple(names), run.step)
 
 
 def export(run: TrainedRun, out: Path) -> str:
     """Writes the weights under torchvision's names; returns the ``config.json`` beside them."""
+    preset = run.config.model.preset
+    if preset not in resnet.PRESETS:
+        why = "must be a ResNet's, whose weights have published names; use its checkpoint instead"
+        raise ConfigError.about("model.preset", preset, why)
     model, data = load(run), run.config.data
+    assert isinstance(model.config, resnet.ResNetConfig)
     size, resize = eval_sizes(data)
     if data.path == GENERATED:
         size, resize = data.image_size, None  # pictures are drawn at their size

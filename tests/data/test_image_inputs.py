@@ -172,6 +172,37 @@ def test_a_whole_training_image_is_the_record_itself():
         np.testing.assert_array_equal(made["image"], crops.centre_crop(wide, 32, 32))
 
 
+def test_images_are_mirrored_in_every_other_epoch(folder):
+    """Half of them in the first, the others in the second; the third is the first again."""
+    files = open_images(folder, "train")
+    source, plain = (TrainImages(files, SIZE, whole=True, alternate=x) for x in (7, None))
+    one = {"seed": 0, "num_replicas": REPLICAS, "batch_size": BATCH}
+    steps = len(files) // BATCH
+
+    def epochs(source, processes):
+        parts = []
+        for replicas in np.split(np.arange(REPLICAS), processes):
+            with loader.train_batches(source, replicas=replicas, **one) as batches:
+                parts.append(np.stack([next(batches)["image"] for _ in range(3 * steps)]))
+        return np.concatenate(parts, 1).reshape(3, len(files), SIZE, SIZE, 3)
+
+    def by_image(epoch):
+        """{the image, whichever way round: whether it is mirrored}"""
+        same = {x.tobytes(): x for x in whole}
+        return {
+            (key if (key := x.tobytes()) in same else x[:, ::-1].tobytes()): key not in same
+            for x in epoch
+        }
+
+    whole = [plain.augment(plain[i], np.random.default_rng(0))["image"] for i in range(len(files))]
+    seen = epochs(source, 1)
+    np.testing.assert_array_equal(seen, epochs(source, 2))
+    first, second, third = map(by_image, seen)
+    assert len(first) == len(files) and 0.2 < np.mean([*first.values()]) < 0.8
+    assert second == {image: not mirrored for image, mirrored in first.items()}
+    assert third == first and not any(by_image(epochs(plain, 1)[0]).values())
+
+
 class FewFiles:
     """Records in memory."""
 

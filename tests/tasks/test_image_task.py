@@ -20,11 +20,13 @@ from trees import assert_close, assert_equal
 from decent_jax import cpu, replicas, train
 from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder, prepare_images
+from decent_jax.ground.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train import config as config_lib
 from decent_jax.train.evaluation import Evaluator
+from decent_jax.train.step import TrainState
 
 SOURCES = {"data__train_images": 40, "data__val_images": 21}
 
@@ -102,6 +104,28 @@ def test_augment_mirrors_half_and_shifts_uniformly():
         counts[found[0]] = counts.get(found[0], 0) + 1
     assert len(counts) == 18 and min(counts.values()) > 5
     assert 160 < sum(count for (mirrored, *_), count in counts.items() if mirrored) < 240
+
+
+def test_what_moves_in_may_be_the_mirror_image():
+    images = jnp.arange(1.0, 26).reshape(1, 5, 5, 1).repeat(100, axis=0)
+    padded = np.pad(np.asarray(images[0, :, :, 0]), 2, mode="reflect")
+    moved = task_lib.augment(jax.random.key(0), images, flip=False, shift=2, border="reflect")
+    places = {(i, j): padded[i : i + 5, j : j + 5].tobytes() for i in range(5) for j in range(5)}
+    found = {np.asarray(image[..., 0]).tobytes() for image in moved}
+    assert found <= {*places.values()} and len(found) > 20
+
+
+def test_six_views_are_weighted_as_published():
+    images = np.random.default_rng(0).normal(size=(3, 6, 6, 2)).astype(np.float32)
+    weights = np.random.default_rng(1).normal(size=(6 * 6 * 2, 4)).astype(np.float32)
+
+    def logits_of(images):
+        return images.reshape(len(images), -1) @ weights
+
+    padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+    views = [padded[:, 2:, 2:], padded[:, :-2, :-2], images, images]
+    wanted = sum(logits_of(x) + logits_of(x[:, :, ::-1]) for x in views) / 8
+    assert_close(task_lib.logits_of_views(logits_of, jnp.asarray(images)), wanted, 1e-5)
 
 
 def test_ranks():
@@ -213,6 +237,30 @@ def test_recomputed_statistics(model, devices):
         assert result[name] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_worst_and_the_mean_replica(model, devices):
+    """Each on every validation image, with its own statistics; the consensus model is another."""
+    task, n = make_task(), 2
+    placement = replicas.place(n, jax.devices()[:devices])
+    evaluator = Evaluator(tiny_config(batch_size=8, eval__replicas=True), task, placement)
+    rng = np.random.default_rng(4)
+    own = [jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), model) for _ in range(n)]
+    own = [jax.tree.map(lambda x: np.abs(x, dtype=np.float32), pair) for pair in own]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *own)
+    params, statistics = jax.device_put(stacked, placement.stacked)
+    got = evaluator.of_replicas(TrainState(params, statistics, None))
+    each = [numpy_metrics(task, *pair, task.eval_source) for pair in own]
+    losses, top1 = ([x[name] for x in each] for name in ("loss", "top1"))
+    wanted = {
+        "loss_worst": max(losses),
+        "loss_mean": np.mean(losses),
+        "top1_worst": min(top1),
+        "top1_mean": np.mean(top1),
+    }
+    assert abs(losses[0] - losses[1]) > 1e-3
+    assert {name: got[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+
+
 # --- A run --------------------------------------------------------------------------------------
 
 
@@ -287,11 +335,23 @@ def test_presets_and_changes():
         ("model.blocks", "2,0"),
         ("model.dtype", "int8"),
         ("data.partition", "sorted"),
+        ("data.alternate", True),  # of a folder only
+        ("data.eval_views", 2),
+        ("data.border", "wrap"),
     ],
 )
 def test_config_errors(field, value):
     with refused(field):
         config_lib.validate(tiny_config(**{field.replace(".", "__"): value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model.blocks", "1,1"), ("model.small_images", True)]
+)
+def test_what_airbench_does_not_have_is_refused(field, value):
+    given = {"model__preset": "airbench94", "model__blocks": "", field.replace(".", "__"): value}
+    with refused(field):
+        config_lib.validate(tiny_config(**given))
 
 
 # --- Photographs of a folder ----------------------------------------------------------------------
@@ -315,6 +375,40 @@ def first_epoch(path):
     steps = len(source) // 6
     with loader.train_batches(source, seed=0, num_replicas=2, batch_size=6) as batches:
         return [jax.tree.map(np.array, next(batches)) for _ in range(steps)]
+
+
+AIRBENCH = {
+    "model__preset": "airbench94",
+    "model__blocks": "",
+    "model__batch_norm_consensus": "recompute",
+    "data__alternate": True,
+    "data__border": "reflect",
+    "data__shift": 1,
+    "data__eval_views": 6,
+    "eval__replicas": True,
+    "optimizer__name": "decent_jax.optim.airbench.optimizer",
+    "learning_rate": 0.24,
+}
+
+
+@pytest.mark.slow
+def test_a_run_of_airbench_keeps_its_whitening(folders, tmp_path):
+    config = config_of(folders, steps=3, eval__every=0, **AIRBENCH)
+    config.lr_schedule.update(name="linear", warmup=0, end_factor=0.0)
+    config.algorithm = "gossiped_momentum"
+    folder = tiny.run(config, tmp_path / "run")
+    rates = [row["train/learning_rate"] for row in rows(folder) if "train/learning_rate" in row]
+    np.testing.assert_allclose(rates, [0.24, 0.16, 0.08], rtol=1e-6)
+    final = json.loads((folder / "summary.json").read_text())["final"]
+    assert 0 <= final["eval/top1_worst"] <= final["eval/top1_mean"] <= 1
+    assert final["eval/loss_worst"] >= final["eval/loss_mean"]
+    trained = saved_model.TrainedRun(folder)
+    task = task_lib.make(trained.config, trained.workdir, contextlib.nullcontext)
+    kernel = trained.params["whiten"]["kernel"]
+    np.testing.assert_array_equal(kernel, task.whitening)
+    assert float(np.abs(kernel).max()) > 0.1
+    with refuses("airbench94", error=ConfigError):
+        task_lib.export(trained, tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow

@@ -34,8 +34,6 @@ from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
     "diloco": {"algorithm": "diloco", "schedule": "complete", "mix_every": 4},
@@ -96,7 +94,7 @@ def files_in(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["diloco", "sharded"])
+@pytest.mark.parametrize("arm", ["diloco", "all_reduce", "sharded"])
 def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
     """Model, optimizer, random state, data and the unfinished row; the files are then removed."""
     config = configured(**ARMS[arm])
@@ -140,10 +138,11 @@ def no_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.mark.parametrize("arm", ["accum_adam", "all_reduce"])
 def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_had(
-    tmp_path, memory, monkeypatch, supervised
+    arm, tmp_path, memory, monkeypatch, supervised
 ):
-    config = configured(**ARMS["accum_adam"])
+    config = configured(**ARMS[arm])
     tiny.run(config, tmp_path / "undisturbed")
     die(config, tmp_path / "run")
     assert list(memory.glob("*/*/*/*.executable"))

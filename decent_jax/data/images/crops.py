@@ -16,6 +16,7 @@ import cv2
 import numpy as np
 
 from decent_jax.data.images import jpeg
+from decent_jax.data.images.image_folder import Mirrored
 from decent_jax.ground.errors import DataError
 
 AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
@@ -42,11 +43,16 @@ class TrainImages:
       size: height and width of a training image, pixels.
       whole: take the largest centred square instead of a random part, for images that are small
         and are moved later.
+      alternate: mirror half of the images in epochs 0, 2, ..., and the others in epochs 1, 3, ...;
+        the integer draws the halves. None: mirror none.
     """
 
-    def __init__(self, files, size: int, *, whole: bool = False):
+    def __init__(self, files, size: int, *, whole: bool = False, alternate: int | None = None):
         self.files, self.size, self.whole = files, size, whole
         self.class_names = files.class_names
+        self._half = None
+        if alternate is not None:
+            self._half = np.random.default_rng(alternate).integers(0, 2, len(files))
 
     @property
     def labels(self) -> np.ndarray:
@@ -58,6 +64,13 @@ class TrainImages:
 
     def __getitem__(self, index: int):
         return self.files[index]
+
+    def of_epoch(self, index: int, epoch: int):
+        """The record as it is seen in this epoch."""
+        record = self.files[index]
+        if self._half is None or (epoch - self._half[index]) % 2:
+            return record
+        return Mirrored(*record)
 
     def __repr__(self) -> str:
         return f"TrainImages({self.files!r}, size={self.size})"
@@ -75,6 +88,7 @@ class TrainImages:
                 header = jpeg.read_header(record.data)
                 box = random_box(random, header.height, header.width)
                 image = crop(record.data, box, self.size, header=header)
+        image = image[:, ::-1] if isinstance(record, Mirrored) else image
         return {"image": image, "label": np.int32(record.label)}
 
 

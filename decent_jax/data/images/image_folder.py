@@ -43,6 +43,10 @@ class EncodedImage(NamedTuple):
     name: str
 
 
+class Mirrored(EncodedImage):
+    """One that is mirrored once it is decoded."""
+
+
 class ImageFiles:
     """The images of one split by index, a grain `RandomAccessDataSource`; see `open_images`.
 

@@ -1,0 +1,135 @@
+"""The network of airbench94 (Jordan, 2024), which learns CIFAR-10 in 8 epochs, in Flax NNX.
+
+Source: github.com/KellerJordan/cifar10-airbench, airbench94_muon.py. A frozen first layer whitens
+patches of 2x2 pixels; three groups of two convolutions follow, which begin as the identity as far
+as they can. `resnet` has the functions that use it, `decent_jax.optim.airbench` its optimizer.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from decent_jax.models import pieces
+from decent_jax.models.resnet import BatchNorm, Conv
+
+PATCH = 2  # pixels, sides of what is whitened
+_PATCH_EPSILON = 5e-4  # added to the variances of patches
+
+
+@dataclasses.dataclass(frozen=True)
+class AirbenchConfig:
+    """Shape and numerics; ``width`` is the channels of the first group, the others have four times.
+
+    The other attributes are those of `resnet.ResNetConfig`.
+    """
+
+    width: int = 64
+    num_classes: int = 10
+    momentum: float = 0.6
+    epsilon: float = 1e-12
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        pieces.check_dtype(self)
+
+    @property
+    def network(self) -> type[nnx.Module]:
+        return Airbench
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Channels of each."""
+        return (self.width, 4 * self.width, 4 * self.width)
+
+    def pixels(self, size: int, module: str, *inner: str) -> int:
+        """Pixels of what a convolution gives, of images of this size."""
+        if module == "fc":
+            return 1
+        size -= PATCH - 1
+        if module != "whiten":
+            size >>= int(module.removeprefix("group")) + (inner == ("conv2",)) - 1
+        return size**2
+
+
+PRESETS = {"airbench94": AirbenchConfig()}
+
+
+class Airbench(nnx.Module):
+    """Whitening, three groups, the largest value of each channel, a linear layer without biases.
+
+    Its ``whiten`` has a kernel of zeros, which `whitening` replaces; no gradient reaches it.
+    """
+
+    def __init__(self, config: AirbenchConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        channels = 2 * 3 * PATCH**2
+        uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        self.whiten = nnx.Dict(
+            kernel=nnx.Param(jnp.zeros((PATCH, PATCH, 3, channels))),
+            bias=nnx.Param(uniform(rngs.params(), (3 * PATCH**2, channels), jnp.float32)[0]),
+        )
+        for number, outputs in enumerate(config.groups, start=1):
+            setattr(self, f"group{number}", Group(config, channels, outputs, rngs))
+            channels = outputs
+        kernel = uniform(rngs.params(), (channels, config.num_classes), jnp.float32)
+        self.fc = nnx.Dict(kernel=nnx.Param(kernel / kernel.std()))
+
+    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+        """Logits ``(B, num_classes)`` float32 of normalised images ``(B, H, W, 3)``."""
+        x = images.astype(self.config.dtype)
+        kernel = jax.lax.stop_gradient(self.whiten["kernel"][...]).astype(x.dtype)
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = _gelu(x + self.whiten["bias"][...].astype(x.dtype).reshape(1, 1, 1, -1))
+        for number in range(1, len(self.config.groups) + 1):
+            x = getattr(self, f"group{number}")(x, train)
+        x = x.max(axis=(1, 2)).astype(jnp.promote_types(x.dtype, jnp.float32))
+        return x @ self.fc["kernel"][...] / x.shape[-1]
+
+
+class Group(nnx.Module):
+    """Convolution, the largest of 2x2 pixels, norm, GELU; convolution, norm, GELU."""
+
+    def __init__(self, config: AirbenchConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
+        self.conv1, self.conv2 = (
+            Conv(channels, outputs, 3, 1, rngs, _identity) for channels in (inputs, outputs)
+        )
+        self.norm1, self.norm2 = (BatchNorm(config, outputs, scale=None) for _ in range(2))
+
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = self.conv1(x)
+        height, width = x.shape[1] // 2, x.shape[2] // 2
+        x = x[:, : 2 * height, : 2 * width].reshape(len(x), height, 2, width, 2, -1).max((2, 4))
+        x = _gelu(self.norm1(x, train))
+        return _gelu(self.norm2(self.conv2(x), train))
+
+
+def _identity(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Filters ``(3, 3, I, O)`` of which the first I give their inputs, the rest uniform ones."""
+    random = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")(key, shape, dtype)
+    same = jnp.zeros(shape, dtype).at[1, 1].set(jnp.eye(*shape[2:], dtype=dtype))
+    return jnp.where(jnp.arange(shape[3]) < shape[2], same, random)
+
+
+@jax.checkpoint
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def whitening(images: np.ndarray) -> np.ndarray:
+    """The kernel ``(2, 2, 3, 24)`` that whitens patches of normalised images ``(B, H, W, 3)``.
+
+    The first half are the eigenvectors of the patches' mean outer product, over the roots of their
+    eigenvalues, so that the mean outer product of the outputs is the identity; the second half are
+    their negatives.
+    """
+    patches = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))
+    patches = patches.reshape(-1, 3 * PATCH**2).astype(np.float64)  # channels, rows, columns
+    variances, vectors = np.linalg.eigh(patches.T @ patches / len(patches))
+    kernel = (vectors / np.sqrt(variances + _PATCH_EPSILON)).reshape(3, PATCH, PATCH, -1)
+    kernel = kernel.transpose(1, 2, 0, 3).astype(np.float32)
+    return np.concatenate([kernel, -kernel], axis=-1)
