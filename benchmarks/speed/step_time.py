@@ -118,7 +118,9 @@ class Variant:
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
         self.units = config.batch_size * parts.task.units_per_example  # a step, over all replicas
         self.seconds: list[float] = []
-        watch.meet(config.cluster.exchange_s)  # others may still compile, and gloo waits 30 s only
+        watch.barrier(
+            config.cluster.exchange_s
+        )  # others may still compile, and gloo waits 30 s only
         self.run(sum(count for count, _ in self._given) + 1)
         self.seconds.clear()
 

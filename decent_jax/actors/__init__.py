@@ -1,5 +1,5 @@
-"""Processes by Ray: started, placed, called, watched and ended.
+"""Ray actors: start, place, call, watch and end them.
 
-`ray_cluster` starts Ray or finds it, and says what an actor's process does first; `handles` has the
-actors and how each has ended. They talk to each other over `decent_jax.ground.connections`.
+`ray_cluster` starts Ray or connects to it, and initializes the processes of actors; `handles` has
+the actors and how each ended. They communicate over `decent_jax.ground.connections`.
 """

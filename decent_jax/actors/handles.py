@@ -1,7 +1,6 @@
-"""Actors of Ray: started, called, and what has become of them.
+"""Handles of Ray actors: start them, call them, and find out how they ended.
 
-Everybody who waits for an actor learns here how it has ended, from an `Unanswered`; the errors of
-Ray go no further.
+An `Unanswered` reports how an actor ended; errors of Ray do not leave this module.
 """
 
 import os
@@ -30,7 +29,7 @@ class Unanswered(Exception):
 
 
 class Silent(Unanswered):
-    """There is no answer in time, or no way to the actor for the moment; it may come yet."""
+    """No answer in time, or the actor is unreachable at the moment; it may still answer."""
 
 
 class Lost(Unanswered):
@@ -51,17 +50,17 @@ class Node(NamedTuple):
     """A machine of the Ray cluster."""
 
     id: str
-    names: tuple[str, ...]  # as it was started with, and of its host; the first one for messages
+    names: tuple[str, ...]  # its Ray name and its host name; the first one for messages
 
 
 class Call:
-    """A call of an actor's method, under way."""
+    """A pending call of an actor's method."""
 
     def __init__(self, reference: Any):
         self.reference = reference
 
     def result(self, seconds: float | None = None) -> Any:
-        """What the method returns.
+        """The result of the method.
 
         Raises:
           Silent: it has not returned within ``seconds``.
@@ -77,22 +76,22 @@ class Call:
 
 
 class Actor:
-    """An actor as other processes know it."""
+    """A handle of an actor."""
 
     def __init__(self, handle: Any):
         self._handle = handle
 
     def call(self, method: str, *args: Any) -> Call:
-        """Begin a call of its method of that name; nobody has to wait for the result."""
+        """Start a call of a method; the result may be ignored."""
         return Call(getattr(self._handle, method).remote(*args))
 
     def kill(self) -> None:
-        """End its process at once."""
+        """Kill its process."""
         ray.kill(self._handle)
 
 
 class Actors:
-    """What starts actors, and waits for them; stateless."""
+    """Starts actors, and waits for them; stateless."""
 
     def start(
         self,
@@ -108,21 +107,21 @@ class Actors:
         """Start an actor ``kind(*args)``.
 
         Args:
-          log: the file to which its process prints, see `decent_jax.actors.ray_cluster.enter`.
-          sigterm: its method that is called when SIGTERM comes; empty: it ends.
-          on: where; None: spread over all nodes.
-          cpus: that Ray reserves for it.
-          gpus: that Ray reserves for it; it sees no others.
+          log: file for its console output, see `decent_jax.actors.ray_cluster.enter`.
+          sigterm: its method to call on SIGTERM; empty: it ends.
+          on: its node; None: Ray spreads actors over all nodes.
+          cpus: reserved by Ray.
+          gpus: reserved by Ray; it sees no others.
           threads: in which Ray calls its methods.
         """
         remote: Any = ray.remote(_in_process(kind, log, sigterm) if log else kind)
         where = NodeAffinitySchedulingStrategy(on.id, soft=False) if on else "SPREAD"
         options = {"max_concurrency": threads} if threads > 1 else {}
-        made = remote.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where, **options)
-        return Actor(made.remote(*args))
+        actor = remote.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where, **options)
+        return Actor(actor.remote(*args))
 
     def ended(self, calls: Mapping[K, Call], seconds: float, count: int = 1) -> list[K]:
-        """Wait until ``count`` of the calls have ended, well or not; all that have.
+        """Wait until ``count`` of the calls have succeeded or failed; the keys of all that have.
 
         Args:
           seconds: to wait at most.
@@ -131,16 +130,16 @@ class Actors:
             return []
         references = {call.reference: key for key, call in calls.items()}
         ray.wait(list(references), num_returns=count, timeout=seconds)
-        # It names no more than ``count`` of them, and others may have ended long before.
+        # It returns at most ``count``, but more may have ended.
         done, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
-        return [references[one] for one in done]
+        return [references[reference] for reference in done]
 
     def nodes(self) -> list[Node]:
         """The machines of the cluster, by their names."""
-        found = [node for node in ray.nodes() if node["Alive"]]
-        names = [(node.get("NodeName"), node["NodeManagerHostname"]) for node in found]
-        both = zip(found, names, strict=True)
-        return sorted((Node(n["NodeID"], tuple(filter(None, k))) for n, k in both), key=_name)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        names = [(node.get("NodeName"), node["NodeManagerHostname"]) for node in nodes]
+        pairs = zip(nodes, names, strict=True)
+        return sorted((Node(n["NodeID"], tuple(filter(None, k))) for n, k in pairs), key=_name)
 
 
 def own_host() -> str:
@@ -149,7 +148,7 @@ def own_host() -> str:
 
 
 def _in_process(kind: type, log: Path, sigterm: str) -> type:
-    """The class ``kind`` for an actor whose process does first what `ray_cluster.enter` says."""
+    """The class ``kind`` for an actor whose process starts with `ray_cluster.enter`."""
     launched_from = os.getcwd()
 
     class Entered(kind):

@@ -1,21 +1,21 @@
-"""What the supervisor runs on each host: starts the host's process of the run, within milliseconds.
+"""The supervisor's agent on each host: starts the host's process of the run within milliseconds.
 
     python -m decent_jax.cluster.agent MODULE ...
 
-An agent imports the modules once, jax among them, without opening a device. Each process of the run
-is then a fork of it, so that a process which takes the place of a dead one has nothing to import.
-Where a module has started a thread, whose locks a fork would keep forever, it imports all anew.
+An agent imports the modules once, including jax, without opening a device. Each process of the run
+is a fork of it, so that the successor of a dead process has nothing to import. If a module has
+started a thread, whose locks a fork would hold forever, the process imports everything again.
 
-Supervisor and agent exchange lines of JSON, over standard input and output (`ssh` and `srun` pass
-them on). The agent is told::
+Supervisor and agent exchange lines of JSON over standard input and output (`ssh` and `srun`
+forward them). The agent receives::
 
     ["start", [PROGRAM, ARGUMENT, ...], {VARIABLE: VALUE}, LOG or null]
     ["signal", NUMBER]
 
-and says ``["here"]``, ``["ready"]`` when all is imported, ``["reached", STEP]``, and ``["ended",
-CODE]``, where a process that died of a signal has minus its number. When its standard input ends,
-the supervisor is gone: the agent lets its process stop as after SIGTERM. When the agent itself
-dies, the kernel closes the pipe that is its process's standard input, and the process ends at once.
+and sends ``["here"]``, ``["ready"]`` after the imports, ``["reached", STEP]``, and ``["ended",
+CODE]``, where the code of a process that died of a signal is minus its number. When its standard
+input ends, the supervisor is gone, and the agent stops its process as after SIGTERM. If the agent
+itself dies, the kernel closes the standard input of its process, which ends at once.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from typing import Any
 
 from decent_jax.cluster.supervise import OF_AGENT, REACHED, STOP, VARIABLE
 
-_LEAVE_S = 600.0  # for a process whose supervisor is gone; it ends itself long before
+_LEAVE_S = 600.0  # for a process without a supervisor, which normally ends itself long before
 
 
 class _Process:
     """A process of the run, as its agent sees it.
 
     Attributes:
-      pidfd: readable when it has ended.
-      steps: readable when it has written a step.
+      pidfd: readable once it has ended.
+      steps: readable when it has reported a step.
     """
 
     def __init__(self, pid: int, stdin: int, steps: int):
@@ -49,7 +49,7 @@ class _Process:
         os.write(stdin, OF_AGENT)
 
     def stop(self) -> None:
-        """Let it save a checkpoint and end."""
+        """Ask it to save a checkpoint and end."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stdin, STOP)
 
@@ -59,7 +59,7 @@ class _Process:
             os.killpg(self.pid, number)
 
     def end(self) -> int:
-        """Its exit code, once it has ended; what it started ends with it."""
+        """Its exit code, once it has ended; its children are killed."""
         self.signal(signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         for each in (self.pidfd, self._stdin, self.steps):
@@ -68,23 +68,23 @@ class _Process:
 
 
 class Agent:
-    """Starts one process after the other, as it is told.
+    """Starts one process after the other, as the supervisor asks.
 
     Args:
-      told: descriptor of what the supervisor writes.
-      says: of what it reads.
+      commands: descriptor of the supervisor's commands.
+      reports: descriptor of the reports to the supervisor.
     """
 
-    def __init__(self, told: int, says: int):
-        self._told, self._says = told, says
+    def __init__(self, commands: int, reports: int):
+        self._commands, self._reports = commands, reports
         self._process: _Process | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(told, selectors.EVENT_READ)
+        self._selector.register(commands, selectors.EVENT_READ)
         self._rest = b""  # of a line
         self._say("here")
 
     def serve(self) -> list[str] | None:
-        """Do as told until the supervisor is gone.
+        """Obey the supervisor until it is gone.
 
         Returns:
           None in the agent; in each process that it started, the program and its arguments.
@@ -97,11 +97,11 @@ class Agent:
                 self._pass_on(process)
             if process is not None and process.pidfd in ready:
                 self._ended(process)
-            if self._told in ready:
-                found = os.read(self._told, 1 << 16)
-                if not found:
+            if self._commands in ready:
+                data = os.read(self._commands, 1 << 16)
+                if not data:
                     return self._leave()
-                *lines, self._rest = (self._rest + found).split(b"\n")
+                *lines, self._rest = (self._rest + data).split(b"\n")
                 for what, *arguments in map(json.loads, lines):
                     if what == "signal" and self._process is not None:
                         self._process.signal(*arguments)
@@ -130,7 +130,7 @@ class Agent:
             return None
         os.setsid()
         self._selector.close()
-        for each in (self._told, self._says, ours, steps):
+        for each in (self._commands, self._reports, ours, steps):
             os.close(each)
         os.dup2(stdin, 0)
         if log is not None:
@@ -144,9 +144,9 @@ class Agent:
         return program
 
     def _pass_on(self, process: _Process) -> None:
-        found = os.read(process.steps, 1 << 16).split()
-        if found:
-            self._say("reached", int(found[-1]))
+        steps = os.read(process.steps, 1 << 16).split()
+        if steps:
+            self._say("reached", int(steps[-1]))
         else:  # it has closed its end
             self._selector.unregister(process.steps)
 
@@ -159,10 +159,10 @@ class Agent:
 
     def _say(self, *report: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, see `serve`
-            os.write(self._says, json.dumps(report).encode() + b"\n")
+            os.write(self._reports, json.dumps(report).encode() + b"\n")
 
     def _leave(self) -> None:
-        """Let the process save a checkpoint and end, as it does when its standard input ends."""
+        """Let the process save a checkpoint and end, as when its standard input ends."""
         process = self._process
         if process is None:
             return
@@ -174,13 +174,13 @@ class Agent:
 
 
 def main() -> None:
-    """See the head of this file."""
-    told, says = os.dup(0), os.dup(1)
+    """See the docstring of this module."""
+    commands, reports = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the processes print must not come between the reports
-    agent = Agent(told, says)
+    os.dup2(2, 1)  # keep the output of processes out of the reports
+    agent = Agent(commands, reports)
     for name in sys.argv[1:]:
-        with contextlib.suppress(Exception):  # a process that needs it says why it cannot be had
+        with contextlib.suppress(Exception):  # a process that needs it reports the error
             importlib.import_module(name)
     program = agent.serve()
     if program is not None:

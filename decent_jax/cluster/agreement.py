@@ -1,11 +1,11 @@
-"""Processes agree after which step all of them save or stop, without an exchange in any step.
+"""Agreement of all processes on the step after which they save or stop, without collectives.
 
-A process that gets a signal may be steps ahead of the others, or wait for them in an exchange. So
-all count the **boundaries** between their steps, which are the same. A process that wants something
-tells the number of its next boundary through jax's key-value store, and does not pass it. A thread
-of each other process sees that within `_TICK_S` and does likewise, also while its loop waits in an
-exchange. When all have told, they go on to the largest of these numbers, and do there what any of
-them wants.
+A process that receives a signal may be steps ahead of the others, or block in a collective. So all
+processes number the **boundaries** between their steps. A process that wants to save or stop
+publishes the number of its next boundary in jax's key-value store and waits there. A thread of each
+other process notices that within `_TICK_S` and publishes its own next boundary, even while its loop
+blocks in a collective. Once all have published, they continue to the largest of these numbers, and
+all save or stop there.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ from typing import Any
 import jax
 from jax._src.distributed import global_state  # see `decent_jax.cluster.watch`
 
-_TICK_S = 0.25  # between two looks at whether anybody wants something
-_SOON_S = 0.02  # between two where somebody does
+_TICK_S = 0.25  # between two polls
+_SOON_S = 0.02  # the same, while an agreement is in progress
 
 _loops = itertools.count()
 
 
 class Agreement:
-    """A context for a loop that all processes run alike; alone, a process agrees with itself."""
+    """A context for a loop that all processes run; a single process agrees with itself."""
 
     def __init__(self):
-        self._client: Any = global_state.client  # None: alone
-        self._own = global_state.process_id
+        self._client: Any = global_state.client  # None: a single process
+        self._process = global_state.process_id
         self._count = global_state.num_processes
         self._folder = f"decent_jax/agreed/{next(_loops)}"
         self._changed = threading.Condition()  # guards all below
         self._wish = False, False
         self._passed = self._topic = 0  # boundaries; agreements
-        self._told = math.inf  # the boundary at which this process waits for the others
+        self._published = math.inf  # the boundary at which this process waits for the others
         self._agreed: tuple[float, bool, bool] | None = None  # of this topic
         self._over = False
         self._thread = threading.Thread(target=self._listen, name="agreement", daemon=True)
@@ -44,23 +44,23 @@ class Agreement:
         """Whether all processes save, and whether all stop, at this boundary between two steps.
 
         Args:
-          saves: whether this process wants to save, here or soon.
-          stops: whether it wants to stop.
+          saves: whether this process wants to save soon.
+          stops: whether this process wants to stop soon.
         """
         if self._client is None:
             return saves, stops
         with self._changed:
-            here, found = self._passed + 1, (False, False)
+            here, agreed = self._passed + 1, (False, False)
             self._wish = saves, stops
             self._changed.notify_all()
-            if here >= self._told:
+            if here >= self._published:
                 self._changed.wait_for(lambda: self._agreed or not self._thread.is_alive())
             if self._agreed and here == self._agreed[0]:
-                found = self._agreed[1:]
-                self._told, self._agreed, self._wish = math.inf, None, (False, False)
+                agreed = self._agreed[1:]
+                self._published, self._agreed, self._wish = math.inf, None, (False, False)
                 self._topic += 1
             self._passed = here
-            return found
+            return agreed
 
     def __enter__(self) -> "Agreement":
         if self._client is not None:
@@ -78,33 +78,34 @@ class Agreement:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others are gone, see `watch`
             while not self._over:
                 with self._changed:
-                    waits = self._told < math.inf and not self._agreed
+                    waits = self._published < math.inf and not self._agreed
                     self._changed.wait_for(self._begins, _SOON_S if waits else _TICK_S)
                     topic = self._topic
-                told = self._client.key_value_dir_get(f"{self._folder}/{topic}/")
-                self._take(topic, [json.loads(words) for _, words in told])
-            for topic in (self._topic, self._topic + 1):  # nobody waits for a loop that has ended
-                self._tell(topic, math.inf)
+                wishes = self._client.key_value_dir_get(f"{self._folder}/{topic}/")
+                self._take(topic, [json.loads(text) for _, text in wishes])
+            # No process may wait for a loop that has ended.
+            for topic in (self._topic, self._topic + 1):
+                self._publish(topic, math.inf)
         with self._changed:
             self._changed.notify_all()
 
     def _begins(self) -> bool:
-        return self._over or (any(self._wish) and self._told == math.inf)
+        return self._over or (any(self._wish) and self._published == math.inf)
 
-    def _take(self, topic: int, told: list) -> None:
-        """Do as those who have told something about this topic, and see whether all have."""
+    def _take(self, topic: int, wishes: list) -> None:
+        """Join an agreement that another process began, and finish it once all have joined."""
         with self._changed:
             if topic != self._topic or self._agreed or self._over:
                 return
-            if self._told == math.inf and (told or any(self._wish)):
-                self._told = self._passed + 1
-                self._tell(topic, self._told)
-            elif len(told) == self._count:
-                boundaries, saves, stops = zip(*told, strict=True)
+            if self._published == math.inf and (wishes or any(self._wish)):
+                self._published = self._passed + 1
+                self._publish(topic, self._published)
+            elif len(wishes) == self._count:
+                boundaries, saves, stops = zip(*wishes, strict=True)
                 self._agreed = max(boundaries), any(saves), any(stops)
                 self._changed.notify_all()
 
-    def _tell(self, topic: int, boundary: float) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has told this before
-            words = json.dumps([boundary, *self._wish])
-            self._client.key_value_set(f"{self._folder}/{topic}/{self._own:06}", words)
+    def _publish(self, topic: int, boundary: float) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has published before
+            text = json.dumps([boundary, *self._wish])
+            self._client.key_value_set(f"{self._folder}/{topic}/{self._process:06}", text)

@@ -1,18 +1,17 @@
 """Keeps a run going when one of its processes or hosts is lost.
 
 On every host an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process is
-lost, the supervisor ends all of them at once and starts all of them again, the lost one on its own
+lost, the supervisor ends all of them at once and restarts all of them, the lost one on its own
 host or on a spare one; they resume from the in-memory checkpoints of their hosts
 (`decent_jax.train.memory_checkpoints`), else from the last checkpoint on disk. Without a spare
 host, the run continues on the remaining ones.
 
-A process counts as lost when a signal ended it, or its agent is gone or does not answer. Which it
-was decides what happens, not which exit code is seen first: a survivor may well end before the
-supervisor notices the death of another.
+A process is lost if a signal ended it, or if its agent has died or does not answer. The order in
+which exit codes arrive does not matter: a survivor may end before the supervisor notices the death
+of another process.
 
-However the supervisor ends, the kernel closes the pipe to its agents, and so that which is the
-standard input of their processes: then each stops as after SIGTERM, which saves a checkpoint, and
-where that takes too long it ends without one.
+However the supervisor ends, the kernel closes the pipes to its agents and thereby the standard
+input of their processes: each then stops as after SIGTERM, saving a checkpoint if there is time.
 """
 
 import contextlib
@@ -31,34 +30,34 @@ from typing import Any
 
 from decent_jax.ground.errors import PEER_LOST
 
-VARIABLE = "DECENT_JAX_SUPERVISED"  # set where the standard input is the supervisor's pipe
+VARIABLE = "DECENT_JAX_SUPERVISED"  # set if the standard input is the supervisor's pipe
 REACHED = "DECENT_JAX_REACHED"  # a descriptor to which steps are written, see `reached`
 PLACE = "DECENT_JAX_PLACE"  # the name of the member whose process this is
-# A launcher that does not pass the pipe on does not pass these on either.
+# Read from standard input: a launcher that does not forward the pipe forwards none of these.
 GREETING, OF_AGENT = b"supervised\n", b"of an agent\n"
 STOP = b"stop\n"  # of an agent whose supervisor is gone
 _TICK_S = 0.02
 _RETRY_S = 1.0  # between two agents of a host
-_BEGIN_S = 5.0  # for a host to start an agent, which then imports what a process needs
-_ANSWER_S = 10.0  # for an agent to say that its process has ended, after SIGKILL
-_IN_VAIN = 20  # starts in a row that brought the run no further
+_BEGIN_S = 5.0  # for a host to start an agent, which then imports the modules
+_ANSWER_S = 10.0  # for an agent to report the end of its process after SIGKILL
+_IN_VAIN = 20  # consecutive starts without progress
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-_REFUSED, _FAILED = 2, 1  # of `train`; another start would change nothing
-# Of a process that lost another: after its sentence, or by jax's abort.
+_REFUSED, _FAILED = 2, 1  # of `train`; a restart would not help
+# Exit codes of a process that lost another: after its sentence, or by jax's abort.
 _OF_SURVIVORS = (PEER_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
-_GONE = 255  # as of `ssh` that lost its host
+_GONE = 255  # like `ssh` that lost its host
 
 
 @dataclasses.dataclass
 class Member:
-    """A host with an agent, and with a process of the run if it is no spare one."""
+    """A host with an agent, and with a process of the run unless it is spare."""
 
     name: str  # of the host; on one machine, a number
-    address: str  # where the others reach it
-    argv: list[str]  # stands before the command of its agent; may be empty
+    address: str  # at which the others reach it
+    argv: list[str]  # prefix of its agent's command; may be empty
     agent: Any = None  # `AgentLink`
-    connected_at: float = -math.inf  # seconds; when that was started
-    deaths: int = 0  # of its processes, in starts that brought the run no further
+    connected_at: float = -math.inf  # seconds; start of the agent
+    deaths: int = 0  # of its processes, in starts without progress
 
 
 class AgentLink:
@@ -71,7 +70,7 @@ class AgentLink:
     Attributes:
       here: whether its host has started it.
       ready: whether it can start a process.
-      reached: the last step that its process has told.
+      reached: the last step that its process reported.
     """
 
     def __init__(self, argv: list[str], environment: dict[str, str]):
@@ -89,12 +88,12 @@ class AgentLink:
         self._code: int | None = None
 
     def start(self, program: list[str], variables: dict[str, str], log: Path | None) -> None:
-        """Start a process; the one before has ended.
+        """Start a process, after the previous one has ended.
 
         Args:
           program: a Python program and its arguments.
-          variables: of its environment, besides the agent's.
-          log: the file to which its output is appended; None: it writes where this process does.
+          variables: of its environment, in addition to the agent's.
+          log: file to which its output is appended; None: it shares the output of this process.
         """
         self._code = None
         self._tell("start", program, variables, None if log is None else str(log.absolute()))
@@ -104,25 +103,25 @@ class AgentLink:
         self._tell("signal", number)
 
     def poll(self) -> int | None:
-        """The exit code of the process; None: it runs, or nobody has started one."""
+        """The exit code of the process; None: it runs, or was never started."""
         self._listen()
         return _GONE if self.is_gone() else self._code
 
     def is_ready(self) -> bool:
-        """Whether it runs and can start a process."""
+        """Whether the agent runs and can start a process."""
         return self.is_here() and self.ready
 
     def is_here(self) -> bool:
-        """Whether it runs; it may still import what a process needs."""
+        """Whether the agent runs; it may still be importing modules."""
         self._listen()
         return self.here and not self.is_gone()
 
     def is_gone(self) -> bool:
-        """Whether it has ended."""
+        """Whether the agent has ended."""
         return self._popen.poll() is not None
 
     def close(self) -> None:
-        """Let it go, with its process."""
+        """Kill it, with its process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         with self._popen:  # waits
@@ -131,12 +130,12 @@ class AgentLink:
     def _listen(self) -> None:
         assert self._popen.stdout is not None
         with contextlib.suppress(BlockingIOError):
-            while found := os.read(self._popen.stdout.fileno(), 1 << 16):
-                *lines, self._rest = (self._rest + found).split(b"\n")
+            while data := os.read(self._popen.stdout.fileno(), 1 << 16):
+                *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
-                    self._hear(line)
+                    self._handle(line)
 
-    def _hear(self, line: bytes) -> None:
+    def _handle(self, line: bytes) -> None:
         try:
             what, *values = json.loads(line)
         except (ValueError, TypeError):  # a greeting of the host's shell
@@ -157,13 +156,13 @@ class AgentLink:
 
 
 def died(code: int | None) -> bool:
-    """Whether the exit code is that of a process which was lost, not of one that ended itself."""
+    """Whether the exit code means that the process was lost, not that it ended itself."""
     ended = (0, _FAILED, _REFUSED, *_INTERRUPTED, *_OF_SURVIVORS)
     return code is not None and code not in ended
 
 
 def verdict(codes: Sequence[int | None]) -> int | None:
-    """The exit code of the run, or None if it should start again.
+    """The exit code of the run, or None if it should restart.
 
     Args:
       codes: of all processes; None: it had to be killed.
@@ -174,24 +173,23 @@ def verdict(codes: Sequence[int | None]) -> int | None:
     (None, None, None, None)
     """
     ends = list(_INTERRUPTED)
-    if not any(map(died, codes)):  # else these are consequences
+    if not any(map(died, codes)):  # otherwise these are consequences
         ends += [_REFUSED, _FAILED]
-    found = next((code for code in ends if code in codes), None)
-    return 0 if found is None and set(codes) == {0} else found
+    end = next((code for code in ends if code in codes), None)
+    return 0 if end is None and set(codes) == {0} else end
 
 
 class Supervisor:
-    """Starts the processes of a run, and again when one is lost.
+    """Starts the processes of a run, and restarts them when one is lost.
 
     Args:
       members: hosts; a process runs on each of the first ``count``, the others are spare.
       count: processes of the run.
       connect: ``connect(member)`` starts an agent there and returns its `AgentLink`.
       start: ``start(members, attempt)`` lets the agent of each member start its process.
-      patience_s: for the others to end when one has failed, and for agents to be ready.
-      stop_s: for all to end when they are asked to.
-      again: deaths of a process in starts that brought the run no further, after each of which it
-        is started again.
+      patience_s: seconds for the others to end after a failure, and for agents to become ready.
+      stop_s: seconds for all to end after a signal.
+      again: how often a process may die without progress and is still restarted.
       say: gets sentences for the user.
       clock: has ``monotonic()`` and ``sleep(seconds)``.
     """
@@ -209,39 +207,39 @@ class Supervisor:
         say: Callable[[str], None] = print,
         clock: Any = time,
     ):
-        self._members, self._crew = members, members[:count]
+        self._members, self._active = members, members[:count]
         self._connect, self._start, self._say, self._clock = connect, start, say, clock
         self._patience_s, self._stop_s = patience_s, stop_s
         self._again = again
-        self._signals: list[int] = []  # asked for and not passed on so far
+        self._signals: list[int] = []  # received and not forwarded yet
         self._stopped: int | None = None
         self._reached, self._in_vain = -1, 0
 
     def stop(self, number: int) -> None:
-        """Pass a signal on to all processes and do not start them again; for a signal handler."""
+        """Forward a signal to all processes and do not restart them; for a signal handler."""
         self._signals.append(number)
 
     def run(self) -> int:
-        """The exit code: of the processes, 128 + a signal, or 1: given up, or not all saved."""
+        """The exit code: of the processes, 128 + a signal, or 1: gave up, or not all have saved."""
         try:
             for attempt in range(10**9):
-                self._find_crew()
-                if not self._crew:
+                self._find_active()
+                if not self._active:
                     self._say("no process is left: giving up")
                     return 1
                 if self._stopped is not None:
                     return 128 + self._stopped
                 began = self._clock.monotonic()
-                self._start(self._crew, attempt)
+                self._start(self._active, attempt)
                 codes = self._wait()
                 code = verdict(codes)
                 if code is None and self._stopped is not None:
-                    code = _FAILED  # some ended before they had saved
+                    code = _FAILED  # some ended before saving
                 if code is not None:
                     return code
                 self._judge(codes, self._clock.monotonic() - began)
                 if self._in_vain > _IN_VAIN:
-                    self._say(f"{_IN_VAIN} starts in a row brought the run no further: giving up")
+                    self._say(f"{_IN_VAIN} starts in a row without progress: giving up")
                     return 1
             raise AssertionError
         finally:
@@ -250,7 +248,7 @@ class Supervisor:
                     member.agent.close()
 
     def _connect_all(self) -> None:
-        """Start an agent where there is none, or it has ended; not more often than `_RETRY_S`."""
+        """Start missing and ended agents, each at most once per `_RETRY_S`."""
         now = self._clock.monotonic()
         for member in self._members:
             gone = member.agent is None or member.agent.is_gone()
@@ -259,34 +257,34 @@ class Supervisor:
                     member.agent.close()
                 member.agent, member.connected_at = self._connect(member), now
 
-    def _find_crew(self) -> None:
-        """Wait until agents are ready; a spare host takes the place of one that does not answer."""
+    def _find_active(self) -> None:
+        """Wait until agents are ready; a spare host replaces one that does not answer."""
         end = self._clock.monotonic() + self._patience_s
         while not self._signals:
             self._connect_all()
             late = self._clock.monotonic() > end
             spare = self._spare()
-            crew = [self._in_place_of(member, spare, late) for member in self._crew]
-            if late or None not in crew:
+            active = [self._in_place_of(member, spare, late) for member in self._active]
+            if late or None not in active:
                 break
             self._clock.sleep(_TICK_S)
         else:
             self._stopped = self._signals.pop()
             return
-        for before, now in zip(self._crew, crew, strict=True):
+        for before, now in zip(self._active, active, strict=True):
             if now is None:
                 self._say(f"{before.name} cannot be reached, and there is no spare host")
             elif now is not before:
                 self._say(f"{now.name} takes the place of {before.name}")
-        self._crew = [member for member in crew if member is not None]
+        self._active = [member for member in active if member is not None]
 
     def _spare(self) -> list[Member]:
-        """Hosts that wait for the place of another."""
-        others = (member for member in self._members if member not in self._crew)
-        return [one for one in others if one.agent.is_ready() and one.deaths <= self._again]
+        """Spare hosts that are ready."""
+        others = (member for member in self._members if member not in self._active)
+        return [spare for spare in others if spare.agent.is_ready() and spare.deaths <= self._again]
 
     def _in_place_of(self, member: Member, spare: list[Member], late: bool) -> Member | None:
-        """The member if it is ready, else a spare one; None: there is none, or it may yet come.
+        """The member if it is ready, else a spare; None: none is ready, or the member may be soon.
 
         If only an agent has died, its host still has the in-memory checkpoints of its process.
         """
@@ -297,11 +295,11 @@ class Supervisor:
         return spare.pop(0) if spare and (late or not (agent.is_here() or begins)) else None
 
     def _wait(self) -> list[int | None]:
-        """The exit codes when all have ended; None for one that did not end in time.
+        """The exit codes once all have ended; None for one that did not end in time.
 
-        When one was lost, the others are killed; they count as survivors, whatever their code is.
+        If one was lost, the others are killed and count as survivors, whatever their code is.
         """
-        agents = [member.agent for member in self._crew]
+        agents = [member.agent for member in self._active]
         deadline, ended, killed = math.inf, False, set()
         while None in (codes := [agent.poll() for agent in agents]):
             now = self._clock.monotonic()
@@ -310,50 +308,50 @@ class Supervisor:
             while self._signals:  # the processes save a checkpoint and end
                 self._stopped = number = self._signals.pop()
                 for agent in agents:
-                    # A lost terminal is the supervisor's, and `train` knows only these two.
+                    # SIGHUP concerns the supervisor's terminal; `train` handles only the other two.
                     agent.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 deadline = min(deadline, now + self._stop_s)
             if any(codes) and not ended:
                 ended, deadline = True, min(deadline, now + self._patience_s)
             lost = any(died(code) or code in _OF_SURVIVORS for code in codes)
-            if lost and not killed and self._stopped is None:  # else they all save
+            if lost and not killed and self._stopped is None:  # otherwise they all save
                 killed = {k for k, code in enumerate(codes) if code is None}
                 for k in killed:
                     agents[k].signal(signal.SIGKILL)
                 deadline = now + _ANSWER_S
             self._clock.sleep(_TICK_S)
         for agent, code in zip(agents, codes, strict=True):
-            if code is None:  # silent; a new one may answer
+            if code is None:  # hung; a new one may answer
                 agent.close()
         for k in killed:
             codes[k] = PEER_LOST if codes[k] == -signal.SIGKILL else codes[k]
         return codes
 
     def _judge(self, codes: Sequence[int | None], seconds: float) -> None:
-        """Count the deaths, and leave out who dies again and again."""
-        reached = max(member.agent.reached for member in self._crew)
+        """Count the deaths, and exclude members whose processes die repeatedly."""
+        reached = max(member.agent.reached for member in self._active)
         if further := reached > self._reached:
             self._reached = reached
             for member in self._members:
                 member.deaths = 0
         self._in_vain = 0 if further else self._in_vain + 1
         lost = [k for k, code in enumerate(codes) if code is None or died(code)]
-        if not lost:  # a process that aborted by itself looks like a survivor, too
+        if not lost:  # a process that aborted looks like a survivor
             self._say("a connection broke, but no process is known to be lost: all start again")
         for k in lost:
-            member = self._crew[k]
+            member = self._active[k]
             member.deaths += not further
             then = "it is left out" if member.deaths > self._again else "all start again"
             how = describe(codes[k])
             self._say(f"process {k} ({member.name}) {how} after {seconds:.0f} s: {then}")
-        crew, spare = [], self._spare()
-        for member in self._crew:
+        active, spare = [], self._spare()
+        for member in self._active:
             if member.deaths <= self._again:
-                crew.append(member)
+                active.append(member)
             elif spare:
-                crew.append(spare.pop(0))
-                self._say(f"{crew[-1].name} takes the place of {member.name}")
-        self._crew = crew
+                active.append(spare.pop(0))
+                self._say(f"{active[-1].name} takes the place of {member.name}")
+        self._active = active
 
 
 def describe(code: int | None) -> str:
@@ -374,7 +372,7 @@ def describe(code: int | None) -> str:
 
 
 def reached(step: int) -> None:
-    """Tell the supervisor, if there is one, how far the run is."""
+    """Report the progress of the run to the supervisor, if there is one."""
     if REACHED in os.environ:
         with contextlib.suppress(OSError):  # its agent is gone, and this process ends
             os.write(int(os.environ[REACHED]), b"%d\n" % step)
@@ -383,7 +381,7 @@ def reached(step: int) -> None:
 def end_with_supervisor(heartbeat_s: float) -> None:
     """End this process within ``heartbeat_s`` of its supervisor, if it has one.
 
-    Half of that time is for a checkpoint. Where its agent alone is gone, it ends at once.
+    Half of that time is for a checkpoint. If only its agent has died, it ends at once.
     """
     if os.environ.pop(VARIABLE, None):  # children of this process are not the supervisor's
         threading.Thread(target=_watch, args=(heartbeat_s,), daemon=True).start()
@@ -396,7 +394,7 @@ def _watch(heartbeat_s: float) -> None:
         if greeting not in (GREETING, OF_AGENT):
             return
         if pipe.readline() != STOP and greeting == OF_AGENT:
-            os.killpg(0, signal.SIGKILL)  # the supervisor starts another process in its place
+            os.killpg(0, signal.SIGKILL)  # the supervisor replaces this process
     with contextlib.suppress(OSError):  # its terminal is gone, too
         program = Path(sys.argv[0]).name
         print(f"{program}: the supervisor is gone: stopping", file=sys.stderr, flush=True)

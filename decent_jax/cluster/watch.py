@@ -45,7 +45,7 @@ _LONGEST = 600  # characters of another process's sentence
 _OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 
 _watch: "_Watch | None" = None  # of this process
-_meetings, _gathered = itertools.count(), itertools.count()
+_barriers, _gathered = itertools.count(), itertools.count()
 
 
 class _Watch(threading.Thread):
@@ -143,31 +143,31 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
     sys.excepthook = _leave_after_a_traceback
 
 
-def meet(timeout_s: float) -> None:
-    """Wait until every process has called this as often as this one; alone, return at once.
+def barrier(timeout_s: float) -> None:
+    """Wait until every process has called this equally often; a single process returns at once.
 
-    To be called between compiling a program that communicates and running it. gloo gives the slower
-    process 30 s to connect, and when a run is resumed, process 0 may find its programs in jax's
-    cache while the others compile theirs for minutes. Only jax's service takes part, no device.
+    Call it between compiling a program that communicates and running it. gloo gives the slower
+    process 30 s to connect, and on resume process 0 may find its programs in jax's cache while the
+    others compile theirs for minutes. It uses jax's coordination service, no device.
 
     Args:
       timeout_s: seconds to wait for the others, ``cluster.exchange_s``.
 
     Raises:
-      PeerLost: one did not come in time.
-      jax.errors.JaxRuntimeError: one was lost; see `lost_peers_told`.
+      PeerLost: a process did not arrive in time.
+      jax.errors.JaxRuntimeError: a process was lost; see `lost_peers_told`.
     """
     if global_state.client is None:
         return
-    name = f"decent_jax: meeting {next(_meetings)}"
+    name = f"decent_jax: barrier {next(_barriers)}"
     try:
         global_state.client.wait_at_barrier(name, round(1000 * timeout_s))
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("DEADLINE_EXCEEDED"):
             raise
         raise PeerLost(
-            f"some still compile {timeout_s:g} s after this one; a larger cluster.exchange_s gives "
-            "them more time"
+            f"some processes still compile {timeout_s:g} s after this one; increase "
+            "cluster.exchange_s"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""What a planner decides and runners read: the plan file and the order of micro-batches."""
+"""The interface between planner and runners: the plan file and the order of micro-batches."""

@@ -1,4 +1,4 @@
-"""In which order a stage computes its micro-batches, and how many layers it has: plain lists.
+"""The order of micro-batches in a stage, and the layers per stage, as plain lists.
 
 >>> order("1f1b", stages=2, micro_batches=3, stage=0)
 [('forward', 0), ('forward', 1), ('backward', 0), ('forward', 2), ('backward', 1), ('backward', 2)]
@@ -14,12 +14,12 @@ ORDERS = ("1f1b", "gpipe")
 
 
 def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[str, int]]:
-    """What a stage does in a step: ("forward" or "backward", micro-batch), one after the other.
+    """The actions of a stage in a step: ("forward" or "backward", micro-batch), in order.
 
-    ``gpipe`` (Huang et al., 2019) goes forward with all micro-batches before it goes backward, so a
-    stage keeps all their inputs; the last stage can go backward at once. ``1f1b`` (Narayanan et
-    al., 2019) goes forward with one only after it went backward with another, and keeps at most
-    ``stages - stage`` inputs. It takes the same time if links take none.
+    ``gpipe`` (Huang et al., 2019) computes all forward passes before the first backward pass, so a
+    stage holds all inputs; the last stage starts its backward passes at once. ``1f1b`` (Narayanan
+    et al., 2019) alternates one forward and one backward pass, and holds at most ``stages - stage``
+    inputs. Both take the same time on links without latency.
 
     Args:
       name: of `ORDERS`.
@@ -40,13 +40,13 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
 def divide(
     layers: int, stages: int, last_costs: float = 0.0, speeds: Sequence[float] | None = None
 ) -> list[int]:
-    """Layers of each stage, at least one, so that the slowest stage is as fast as it can be.
+    """Layers per stage, at least one each, that minimize the time of the slowest stage.
 
     Args:
-      layers: of the model, all alike.
+      layers: of the model, all with equal cost.
       stages: S.
-      last_costs: what the last stage computes besides its layers, in layers.
-      speeds: (S,) relative speed of each stage's machine; None: all alike.
+      last_costs: cost of the output layer in the last stage, in layers.
+      speeds: (S,) relative speed of each stage's machine; None: all equal.
 
     Raises:
       ConfigError: fewer layers than stages.
@@ -60,14 +60,14 @@ def divide(
         )
     speeds = [1.0] * stages if speeds is None else list(speeds)
     extra = [0.0] * (stages - 1) + [last_costs]
-    # best[n]: (time of the slowest, layers) of the stages so far, with n layers in all.
+    # best[n]: (time of the slowest, layers per stage) of the stages so far, with n layers in total.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for s in range(stages):
         best = {
             n: min(
-                (max(best[n - own][0], (own + extra[s]) / speeds[s]), [*best[n - own][1], own])
-                for own in range(1, n + 1)
-                if n - own in best
+                (max(best[n - new][0], (new + extra[s]) / speeds[s]), [*best[n - new][1], new])
+                for new in range(1, n + 1)
+                if n - new in best
             )
             for n in range(s + 1, layers - (stages - 1 - s) + 1)
         }
@@ -75,26 +75,26 @@ def divide(
 
 
 def layers_of(text: str, layers: int, stages: int, last_costs: float) -> list[int]:
-    """The layers that ``pipeline.layers`` names: "" for `divide`, or a list such as "4,4,3".
+    """The layers in ``pipeline.layers``: "" for `divide`, or a list such as "4,4,3".
 
     Raises:
       ConfigError: it does not fit the model.
     """
-    found = divide(layers, stages, last_costs)  # also checks the number of stages
+    balanced = divide(layers, stages, last_costs)  # also checks the number of stages
     if not text:
-        return found
+        return balanced
     words = text.split(",")
     counts = [int(word) for word in words if word.strip().isdecimal()]
     if len(counts) != len(words) or len(counts) != stages or min(counts) < 1:
         raise ConfigError(
-            f"pipeline.layers must be empty or {stages} numbers from 1 on separated by commas, one "
-            f"for each stage, got {text!r}",
+            f"pipeline.layers must be empty or {stages} comma-separated numbers of at least 1, one "
+            f"per stage, got {text!r}",
             field="pipeline.layers",
             value=text,
         )
     if sum(counts) != layers:
         raise ConfigError(
-            f"pipeline.layers {text!r} are {sum(counts)} layers, but the model has {layers}",
+            f"pipeline.layers {text!r} has {sum(counts)} layers, but the model has {layers}",
             field="pipeline.layers",
             value=text,
         )

@@ -1,7 +1,7 @@
-"""The plan that `train.py --config.cluster.plan=FILE` follows: who is where, who mixes with whom.
+"""The plan of `train.py --config.cluster.plan=FILE`: placement and communication graph.
 
-A plan belongs to one cluster. It names the devices in the order of the replicas; a run that has
-other devices or another number of replicas refuses it.
+A plan belongs to one cluster. It lists the devices in the order of the replicas; a run with other
+devices or another number of replicas refuses it.
 
 >>> plan = Plan(("b/0", "a/0"), topology.make("one_peer_exp", 2))
 >>> plan.device_order(["a/0", "b/0"])       # replica 0 goes on the second device, b/0
@@ -25,15 +25,15 @@ FORMAT = "decent_jax.plan/1"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a run has to do on a given cluster.
+    """Placement and schedule of a run on a given cluster.
 
     devices: names of the network's devices; replica i lives on ``devices[i]``, or its stage s on
       ``devices[i * stages + s]``.
     schedule: of the replicas, one that `topology.make` gives by its name.
     mix_every: steps from one round to the next.
-    expected: predictions by name, numbers and words for people; no run reads them.
-    stages: of each replica, on a device each.
-    layers: of each stage; empty: the run divides them.
+    expected: predictions by name, for people; no run reads them.
+    stages: per replica, each on its own device.
+    layers: per stage; empty: the run balances them.
     """
 
     devices: tuple[str, ...]
@@ -61,7 +61,7 @@ class Plan:
             )
 
     def device_order(self, devices: Sequence[str]) -> list[int]:
-        """Where each replica goes: indices into ``devices``, the names of the cluster at hand.
+        """The device of each replica: indices into ``devices``, the names in the current cluster.
 
         Raises:
           ValueError: these are not the devices of the plan.
@@ -74,10 +74,10 @@ class Plan:
             )
         missing = [name for name in self.devices if name not in where]
         if missing:
-            strange = sorted(set(devices) - set(self.devices))
+            others = sorted(set(devices) - set(self.devices))
             raise ValueError(
                 f"the plan is for another cluster: it names {missing[0]}, and this run has "
-                f"{strange[0]} instead ({len(missing)} of {len(devices)} devices differ); plan "
+                f"{others[0]} instead ({len(missing)} of {len(devices)} devices differ); plan "
                 "for this cluster, or leave cluster.plan out"
             )
         return [where[name] for name in self.devices]
@@ -106,7 +106,7 @@ def load(path: str | Path) -> Plan:
     """The plan in a file that `Plan.save` wrote.
 
     Raises:
-      ValueError: one sentence that names the file and says what is wrong with it.
+      ValueError: names the file and what is wrong with it.
     """
     try:
         fields = read_json(path)
@@ -135,14 +135,14 @@ def load(path: str | Path) -> Plan:
 
 
 def _named(schedule: topology.Schedule) -> dict:
-    """The arguments of `topology.make` that give this schedule."""
+    """The arguments of `topology.make` that produce this schedule."""
     n = schedule.num_replicas
     for size in (size for size in range(1, n + 1) if n % size == 0):
         with contextlib.suppress(ValueError):  # no such name, or not for groups of this size
-            made = topology.make(schedule.name, n, replicas_per_node=size)
-            if made.period == schedule.period and all(
-                one.group_size == other.group_size and np.array_equal(one.matrix, other.matrix)
-                for one, other in zip(made.rounds, schedule.rounds, strict=True)
+            named = topology.make(schedule.name, n, replicas_per_node=size)
+            if named.period == schedule.period and all(
+                ours.group_size == theirs.group_size and np.array_equal(ours.matrix, theirs.matrix)
+                for ours, theirs in zip(named.rounds, schedule.rounds, strict=True)
             ):
                 return {"name": schedule.name, "replicas_per_node": size}
     raise ValueError(

@@ -378,7 +378,7 @@ class Programs:
         coming = self._coming.pop((rnd, shapes), None)
         with self._clock.of("compiling"), self._work.announce(message):
             compiled = compiled_for(rnd) if coming is None else coming.result()
-            watch.meet(self._experiment.config.cluster.exchange_s)
+            watch.barrier(self._experiment.config.cluster.exchange_s)
         first = self.memory is None
         both = filter(None, [self.memory, xla.memory_of(compiled)])
         self.memory = max(both, key=sum, default=None)

@@ -167,7 +167,7 @@ try:
             while index == 1 and not there.exists():
                 time.sleep(0.05)
             here.touch()
-            watch.meet(60)
+            watch.barrier(60)
             assert there.exists(), f"process {index} did not wait"
         mesh = jax.make_mesh((count,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
         ring = [(k, (k + 1) % count) for k in range(count)]

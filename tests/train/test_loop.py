@@ -116,7 +116,7 @@ def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch
 
     monkeypatch.setattr(Feed, "next", next_batch)
     monkeypatch.setattr(synchronous, "make_step", make_gated)
-    monkeypatch.setattr(watch, "meet", lambda timeout_s: met.append(len(known)))
+    monkeypatch.setattr(watch, "barrier", lambda timeout_s: met.append(len(known)))
     tiny.run(tiny.waves(schedule="ring"), tmp_path)
     assert len(met) == len(known) == 2 and met[0] >= 1
     assert tiny.summary(tmp_path)["steps"] == tiny.rows(tmp_path)[-1]["step"]
