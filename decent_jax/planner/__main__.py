@@ -40,28 +40,28 @@ Options = argparse.Namespace
 
 @command("planner")
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 0, or 2 with one sentence on stderr."""
+    """Run the command; 0, or 2 with one sentence on stderr."""
     parser = Parser(prog="decent-jax planner", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, run in COMMANDS.items():
         words = inspect.cleandoc(run.__doc__ or "")
-        one = commands.add_parser(name, help=words.partition("\n")[0], description=words)
-        options.add(one, options.FLAGS[name])
+        command = commands.add_parser(name, help=words.partition("\n")[0], description=words)
+        options.add(command, options.FLAGS[name])
         if run is _place:
-            options.add(one.add_argument_group(options.STAGES), options.FLAGS[options.STAGES])
-    given = parser.parse_args(arguments)
-    for name, value in vars(given).items():
+            options.add(command.add_argument_group(options.STAGES), options.FLAGS[options.STAGES])
+    args = parser.parse_args(arguments)
+    for name, value in vars(args).items():
         if isinstance(value, Path):
             check_replaceable(value, f"--{name}")
-    COMMANDS[given.command](given)
+    COMMANDS[args.command](args)
     return 0
 
 
 # --- network ------------------------------------------------------------------------------------
 
 
-def _network(given: Options) -> None:
-    """Check and summarise a network.
+def _network(args: Options) -> None:
+    """Check and summarize a network.
 
     decent-jax planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
         an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
@@ -74,7 +74,7 @@ def _network(given: Options) -> None:
     For a plan that train.py follows, the names in the file must be those of the cluster: HOST/k,
     the name of a host and the number of the device in it (node0/0 becomes gpu17/0).
     """
-    whole = options.network_of(given)
+    whole = options.network_of(args)
     print(f"{whole.num_devices} devices in {whole.num_nodes} nodes")
     same_node = whole.node[:, None] == whole.node
     inside = same_node & ~np.eye(whole.num_devices, dtype=bool)
@@ -83,15 +83,15 @@ def _network(given: Options) -> None:
             us, gbit = 1e6 * whole.latency_s[pairs], whole.gbit_per_s[pairs]
             latency = f"latency {us.min():.4g} to {us.max():.4g} us"
             print(f"{words}: {latency}, bandwidth {gbit.min():.4g} to {gbit.max():.4g} Gbit/s")
-    if given.save:
-        whole.save(given.save)
-        print(given.save)
+    if args.save:
+        whole.save(args.save)
+        print(args.save)
 
 
 # --- predict ------------------------------------------------------------------------------------
 
 
-def _predict(given: Options) -> None:
+def _predict(args: Options) -> None:
     """Step time of every algorithm, its parts, and the speed-up over all-reduce.
 
     decent-jax planner predict --network nvlink_25gbe --nodes 4 --devices_per_node 4 \\
@@ -107,11 +107,11 @@ def _predict(given: Options) -> None:
     Reading the table: compute is what one replica would take alone; exposed communication is what
     nothing hides; stragglers is what is lost to compute times that vary. They add up to the step.
     """
-    options.complete(given)
-    machines, workload = options.network_of(given), options.workload_of(given)
+    options.complete(args)
+    machines, workload = options.network_of(args), options.workload_of(args)
     rows = predict.compare(machines, workload)
     print(predict.format_table(rows))
-    if given.out:
+    if args.out:
         from decent_jax.plots import network as pictures  # here: matplotlib takes a while
         from decent_jax.plots import style
 
@@ -119,13 +119,13 @@ def _predict(given: Options) -> None:
         names = [name for name in predict.TIMELINES if name in known]
         runs = predict.timelines(machines, workload, names)
         shown = [int(np.argmax(machines.node == k)) for k in range(min(machines.num_nodes, 8))]
-        print(style.save(pictures.draw_gantt(runs, machines.names, shown), given.out))
+        print(style.save(pictures.draw_gantt(runs, machines.names, shown), args.out))
 
 
 # --- recommend ----------------------------------------------------------------------------------
 
 
-def _recommend(given: Options) -> None:
+def _recommend(args: Options) -> None:
     """The schedule and its settings with the shortest step, and why.
 
     decent-jax planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
@@ -140,54 +140,54 @@ def _recommend(given: Options) -> None:
     The fastest step first; of those within 1% the one whose replicas agree soonest. What formats
     and pauses between rounds cost in loss was measured: docs/results.md. Allow what you accept.
     """
-    options.complete(given)
-    options.choose_method(given)
-    machines, workload = options.network_of(given), options.workload_of(given)
-    tried = {name: getattr(given, name) for name in ("schedules", "mix_every", "codecs", "combine")}
-    found = recommend.choices(machines, workload, **tried)
-    if given.base:
-        found = [choice for choice in found if options.accepted(given, choice)]
-    print(recommend.explain(found), end="\n\n")
-    print(recommend.format_table(found), end="\n\n")
+    options.complete(args)
+    options.choose_method(args)
+    machines, workload = options.network_of(args), options.workload_of(args)
+    tried = {name: getattr(args, name) for name in ("schedules", "mix_every", "codecs", "combine")}
+    choices = recommend.choices(machines, workload, **tried)
+    if args.base:
+        choices = [choice for choice in choices if options.accepted(args, choice)]
+    print(recommend.explain(choices), end="\n\n")
+    print(recommend.format_table(choices), end="\n\n")
     print("In the config:")
-    for name, value in options.fields_of(given, found[0]).items():
+    for name, value in options.fields_of(args, choices[0]).items():
         print(f"    config.{name} = {json.dumps(value)}")
-    if not given.plan:
+    if not args.plan:
         return
-    best, gossip = found[0], found[0].algorithm
+    best, gossip = choices[0], choices[0].algorithm
     if isinstance(gossip, AllReduce):
         why = "is not written: the recommended all_reduce follows no plan"
-        raise ConfigError.about("--plan", given.plan, why)
+        raise ConfigError.about("--plan", args.plan, why)
     num_bytes = workload.model_bytes * workload.share(gossip.codec)
-    limits = {"compute_s": workload.compute_s, **options.search_of(given)}
+    limits = {"compute_s": workload.compute_s, **options.search_of(args)}
     placed = gossip_placement.place_schedule(machines, gossip.schedule, num_bytes, **limits)
     expected = {
         "label": best.prediction.label,
         "step_s": predict.step_s(machines.take(placed.order), workload, gossip),
         "step_s_in_the_order_of_the_network": best.prediction.step_s,
     }
-    _write_plan(given.plan, machines, placed.order, gossip.schedule, gossip.mix_every, expected)
+    _write_plan(args.plan, machines, placed.order, gossip.schedule, gossip.mix_every, expected)
 
 
 def _write_plan(
     path: Path, machines: Network, order: np.ndarray, schedule: topology.Schedule, *rest: Any
 ) -> None:
-    """Replica i, or its stage s, goes on device ``order[i]``; the rest as of `plan_file.Plan`."""
+    """Replica i, or its stage s, is on device ``order[i]``; the rest as in `plan_file.Plan`."""
     devices = tuple(machines.names[device] for device in order)
     plan = plan_file.Plan(devices, schedule, *rest)
     plan.save(path)
     fields = {"cluster.plan": path, "num_replicas": schedule.num_replicas}
     if plan.stages > 1:
         fields |= {"trainer": "pipelines", "pipeline.stages": plan.stages}
-    given = " ".join(f"--config.{name}={value}" for name, value in fields.items())
-    print(f"\n{path}: train.py {given} follows it")
+    flags = " ".join(f"--config.{name}={value}" for name, value in fields.items())
+    print(f"\n{path}: train.py {flags} follows it")
 
 
 # --- place --------------------------------------------------------------------------------------
 
 
-def _place(given: Options) -> None:
-    """Which replica, or which pipeline stage, goes on which device.
+def _place(args: Options) -> None:
+    """Assign replicas or pipeline stages to devices.
 
     decent-jax planner place --network dtfm_case5 --parameters 124e6 \\
         --schedule one_peer_exp --time_limit_s 2
@@ -204,22 +204,22 @@ def _place(given: Options) -> None:
 
     disagreement is the age of the drift between replicas that mixing leaves: less is better.
     """
-    machines = options.network_of(given)
-    (_place_replicas if given.stages is None else _place_stages)(given, machines)
+    machines = options.network_of(args)
+    (_place_replicas if args.stages is None else _place_stages)(args, machines)
 
 
-def _place_replicas(given: Options, machines: Network) -> None:
+def _place_replicas(args: Options, machines: Network) -> None:
     size = predict.replicas_per_node(machines)
-    schedule = topology.make(given.schedule, machines.num_devices, replicas_per_node=size)
-    wanted = machines, schedule, 4 * given.parameters
-    listed = gossip_placement.evaluate(*wanted, compute_s=given.compute_s)
+    schedule = topology.make(args.schedule, machines.num_devices, replicas_per_node=size)
+    wanted = machines, schedule, 4 * args.parameters
+    listed = gossip_placement.evaluate(*wanted, compute_s=args.compute_s)
     placed = gossip_placement.place_schedule(
-        *wanted, compute_s=given.compute_s, **options.search_of(given)
+        *wanted, compute_s=args.compute_s, **options.search_of(args)
     )
     rows = []
-    for words, one in (("as the network lists them", listed), ("placed", placed)):
-        rounds = " ".join(f"{seconds:.3g}" for seconds in one.round_s)
-        rows.append((words, f"{one.mean_round_s:.4g}", rounds, f"{one.disagreement_s:.4g}"))
+    for words, result in (("as the network lists them", listed), ("placed", placed)):
+        rounds = " ".join(f"{seconds:.3g}" for seconds in result.round_s)
+        rows.append((words, f"{result.mean_round_s:.4g}", rounds, f"{result.disagreement_s:.4g}"))
     print(table(("", "mean round s", "rounds s", "disagreement s"), rows))
     print("\nreplica: device")
     for replica, device in enumerate(placed.order):
@@ -229,87 +229,87 @@ def _place_replicas(given: Options, machines: Network) -> None:
         "round_s": list(placed.round_s),
         "disagreement_s": placed.disagreement_s,
     }
-    if given.plan:
-        _write_plan(given.plan, machines, placed.order, schedule, 1, expected)
+    if args.plan:
+        _write_plan(args.plan, machines, placed.order, schedule, 1, expected)
 
 
-def _place_stages(given: Options, machines: Network) -> None:
+def _place_stages(args: Options, machines: Network) -> None:
     for name in ("replicas", "pipeline_bytes"):
-        if getattr(given, name) is None:
+        if getattr(args, name) is None:
             raise ConfigError(f"--stages also needs --{name}", field=f"--{name}")
-    if given.micro_batches and not given.compute_s:
+    if args.micro_batches and not args.compute_s:
         raise ConfigError("--micro_batches also needs --compute_s S", field="--compute_s")
-    schedule = topology.make(given.schedule, given.replicas)
-    parameter_bytes = 4 * given.parameters / given.stages
-    job = placement.Job(given.stages, given.replicas, parameter_bytes, given.pipeline_bytes)
-    speeds = options.speeds_of(given.speeds, machines.num_devices)
-    if given.layers:
-        orders.divide(given.layers, given.stages)  # refuses too few before the search
-    found = search.place(machines, job, **options.search_of(given))
+    schedule = topology.make(args.schedule, args.replicas)
+    parameter_bytes = 4 * args.parameters / args.stages
+    job = placement.Job(args.stages, args.replicas, parameter_bytes, args.pipeline_bytes)
+    speeds = options.speeds_of(args.speeds, machines.num_devices)
+    if args.layers:
+        orders.divide(args.layers, args.stages)  # refuses too few before the search
+    placed = search.place(machines, job, **options.search_of(args))
     print(
-        f"{found.costs.total_s:.4f} s per step: data-parallel {found.costs.data_parallel_s:.4f}, "
-        f"pipeline 2 x {found.costs.pipeline_s:.4f}"
-        + (" (proved optimal)" if found.is_optimal else "")
-        + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "
-        f"{found.seconds:.1f} s"
+        f"{placed.costs.total_s:.4f} s per step: data-parallel {placed.costs.data_parallel_s:.4f}, "
+        f"pipeline 2 x {placed.costs.pipeline_s:.4f}"
+        + (" (proved optimal)" if placed.is_optimal else "")
+        + f"; at least {placed.lower_bound.total_s:.4f}; {placed.num_candidates} candidates in "
+        f"{placed.seconds:.1f} s"
     )
     step = None
-    if given.micro_batches:
-        step = pipeline_time.StepTime(machines, job, schedule, given.micro_batches)
-        stages = _exchanged(given, found.stages, speeds, step)
+    if args.micro_batches:
+        step = pipeline_time.StepTime(machines, job, schedule, args.micro_batches)
+        stages = _exchanged(args, placed.stages, speeds, step)
         costs = placement.evaluate(machines, job, stages)
-        found = dataclasses.replace(found, stages=stages, costs=costs)
-    for stage, devices in enumerate(found.stages):
+        placed = dataclasses.replace(placed, stages=stages, costs=costs)
+    for stage, devices in enumerate(placed.stages):
         print(f"stage {stage}: {' '.join(machines.names[device] for device in devices)}")
-    layers = _layers(given, speeds[found.stages])
+    layers = _layers(args, speeds[placed.stages])
     if layers:
         print(f"layers of the stages: {','.join(map(str, layers))}")
     if step:
-        forward_s = _forward_s(given, speeds[found.stages])
+        forward_s = _forward_s(args, speeds[placed.stages])
         rows = []
         for order in orders.ORDERS:
-            seconds = (step(found.stages, forward_s, order, a) for a in pipeline_time.AVERAGING)
-            rows.append((order, *(f"{one:.4g}" for one in seconds)))
+            seconds = (step(placed.stages, forward_s, order, a) for a in pipeline_time.AVERAGING)
+            rows.append((order, *(f"{step_s:.4g}" for step_s in seconds)))
         headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
         print("\n" + table(headings, rows))
-    if given.plan:
-        expected = found.costs._asdict() | {"total_s": found.costs.total_s}
-        order, rest = found.stages.T.reshape(-1), (given.stages, tuple(layers))
-        _write_plan(given.plan, machines, order, schedule, 1, expected, *rest)
+    if args.plan:
+        expected = placed.costs._asdict() | {"total_s": placed.costs.total_s}
+        order, rest = placed.stages.T.reshape(-1), (args.stages, tuple(layers))
+        _write_plan(args.plan, machines, order, schedule, 1, expected, *rest)
 
 
 def _exchanged(
-    given: Options, cheapest: np.ndarray, speeds: np.ndarray, step: pipeline_time.StepTime
+    args: Options, cheapest: np.ndarray, speeds: np.ndarray, step: pipeline_time.StepTime
 ) -> np.ndarray:
-    """The stages with exchanges that make the predicted step shorter."""
+    """The stages after swaps that shorten the predicted step."""
 
     def seconds_of(stages: np.ndarray) -> float:
-        return step(stages, _forward_s(given, speeds[stages]), given.order, given.averaging)
+        return step(stages, _forward_s(args, speeds[stages]), args.order, args.averaging)
 
     stages = pipeline_time.exchanged(
-        cheapest, range(len(speeds)), seconds_of, **options.search_of(given)
+        cheapest, range(len(speeds)), seconds_of, **options.search_of(args)
     )
     before_s, after_s = seconds_of(cheapest), seconds_of(stages)
-    what = f"a step with {given.averaging} in the order {given.order}"
+    what = f"a step with {args.averaging} in the order {args.order}"
     if after_s < before_s:
         print(f"exchanged until {what} takes {after_s:.4g} s instead of {before_s:.4g}")
     return stages
 
 
-def _layers(given: Options, speeds: np.ndarray) -> list[int]:
-    """Layers of each stage, as fast as the slowest of its devices; empty if not asked for."""
-    if not given.layers:
+def _layers(args: Options, speeds: np.ndarray) -> list[int]:
+    """Layers per stage, by the slowest of its devices; empty if not requested."""
+    if not args.layers:
         return []
     slowest = speeds.min(axis=1).tolist()
-    return orders.divide(given.layers, given.stages, given.output_layers, slowest)
+    return orders.divide(args.layers, args.stages, args.output_layers, slowest)
 
 
-def _forward_s(given: Options, speeds: np.ndarray) -> np.ndarray:
-    """(S, D) of a micro-batch, on stages of these speeds."""
-    layers = _layers(given, speeds)
-    costs = np.array(layers or [1.0] * given.stages, float)
-    costs[-1] += given.output_layers if layers else 0.0
-    shares = options.FORWARD * given.compute_s / given.micro_batches * costs / costs.sum()
+def _forward_s(args: Options, speeds: np.ndarray) -> np.ndarray:
+    """(S, D) seconds of a micro-batch's forward pass, on stages of these speeds."""
+    layers = _layers(args, speeds)
+    costs = np.array(layers or [1.0] * args.stages, float)
+    costs[-1] += args.output_layers if layers else 0.0
+    shares = options.FORWARD * args.compute_s / args.micro_batches * costs / costs.sum()
     return shares[:, None] / speeds
 
 

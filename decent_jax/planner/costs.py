@@ -46,7 +46,7 @@ class Phase:
     sources: np.ndarray | None = None
 
     def end_s(self, start_s: np.ndarray) -> np.ndarray:
-        """When each replica is done, (..., n), if each begins at ``start_s``, (..., n)."""
+        """When each replica finishes, (..., n), if each starts at ``start_s``, (..., n)."""
         if self.label is not None:
             order, first = self._groups
             begun = np.maximum.reduceat(start_s[..., order], first, axis=-1)[..., self.label]
@@ -59,7 +59,7 @@ class Phase:
 
     @functools.cached_property
     def _groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """The replicas sorted by label, and where each label begins."""
+        """The replicas sorted by label, and the first index of each label."""
         label = np.asarray(self.label)
         order = np.argsort(label, kind="stable")
         return order, np.flatnonzero(np.diff(label[order], prepend=-1))
@@ -76,7 +76,7 @@ class Phase:
 
 
 def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Bytes per second, (k,), of transfers that go on at the same time: max-min fair.
+    """Bytes per second, (k,), of concurrent transfers: max-min fair.
 
     Args:
       sources, targets: (k,) devices. The limits are each pair's own bandwidth, and for pairs in
@@ -121,7 +121,7 @@ def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) ->
 
 
 def link_s(network: Network, num_bytes: float) -> np.ndarray:
-    """(n, n) seconds of a transfer while all devices of its two nodes send and receive one."""
+    """(n, n) seconds of a transfer while all devices of both nodes send and receive one."""
     per_node = np.bincount(network.node, minlength=network.num_nodes)
     share = (network.nic_bytes_per_s / per_node)[network.node]
     leaves = network.node[:, None] != network.node
@@ -172,7 +172,7 @@ def ring_phase(network: Network, groups: Groups, num_bytes: float, *, laps: int 
 
 
 def _ring_s(chunk_s: np.ndarray, latency_s: np.ndarray, steps: int) -> float:
-    """Seconds until all members have the last chunk; link h goes from member h to h + 1."""
+    """Seconds until all members have the last chunk; link h connects members h and h + 1."""
     if np.ptp(chunk_s) == 0 and np.ptp(latency_s) == 0:
         return float(steps * (chunk_s[0] + latency_s[0]))
     free = np.zeros(len(chunk_s))  # when link h has sent its last chunk
@@ -232,7 +232,7 @@ def _tree_parent(rank: int, n: int) -> int:
 
 
 def _longest_way_s(network: Network, edges: np.ndarray) -> float:
-    """The sum of latencies from the leaf farthest from the root."""
+    """The sum of latencies from the leaf that is farthest from the root."""
     up = dict(edges.tolist())
     longest = 0.0
     for leaf in up:
@@ -354,7 +354,7 @@ def round_phases(
 
 
 def mean_groups(rnd: Round) -> list[np.ndarray]:
-    """The disjoint groups whose mean this round is.
+    """The disjoint groups that this round averages.
 
     Raises:
       ValueError: the round is not a mean over disjoint groups.
@@ -386,7 +386,7 @@ def round_s(
 
 
 def total_s(phases: Sequence[Phase]) -> float:
-    """Seconds from a common start until all replicas have gone through all phases."""
+    """Seconds from a common start until all replicas have finished all phases."""
     if not phases:
         return 0.0
     end = np.zeros(len(phases[0].duration_s))

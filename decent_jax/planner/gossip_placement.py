@@ -1,4 +1,4 @@
-"""Which replica goes on which device, so that a schedule's rounds use the fast links.
+"""Placement of replicas on devices such that the rounds of a schedule use the fast links.
 
 The worth of a schedule on a network is how little disagreement it leaves. Let every replica's
 parameters drift all the time by independent noise of variance 1 per second, as training on
@@ -60,7 +60,7 @@ class PlacedSchedule:
 
     @property
     def titles(self) -> tuple[str, str]:
-        """Of a picture of the transfers, and of one of the rounds."""
+        """Titles of the pictures of the transfers and of the rounds."""
         group_size = self.schedule.rounds[0].group_size
         groups = f" (groups of {group_size} average first)" if group_size > 1 else ""
         return (
@@ -70,7 +70,7 @@ class PlacedSchedule:
 
     @property
     def transfers(self) -> list[np.ndarray]:
-        """Of each round, (k, 2) devices: receiver, sender."""
+        """Per round, (k, 2) devices: receiver, sender."""
         return [
             np.concatenate(
                 [
@@ -166,7 +166,7 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule in the order of the replicas in which a period takes least, as far as found.
+    """The schedule with the order of replicas of the shortest period that the search finds.
 
     Of up to 8 devices (or groups of them) that is the best of all orders; of up to 6 where rounds
     average in groups. Of more, simulated annealing (Kirkpatrick et al. 1983) from the best of
@@ -180,9 +180,9 @@ def place_schedule(
     Raises:
       ValueError: the network does not have one device per replica.
     """
-    own = evaluate(network, schedule, num_bytes, compute_s=compute_s)
+    listed = evaluate(network, schedule, num_bytes, compute_s=compute_s)
     if network.num_devices == 1:
-        return own
+        return listed
     rng = np.random.default_rng(seed)
     starts = [np.arange(network.num_devices), *_regular_orders(network, num_bytes)]
     between = _between_groups(schedule)
@@ -206,8 +206,8 @@ def place_schedule(
     )
     with clock(time_limit_s, steps, "placing replicas", progress) as parts:
         best = _best_order(starts, cost, rng, parts)
-    found = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
-    return min(found, own, key=lambda placed: placed.disagreement_s)
+    placed = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
+    return min(placed, listed, key=lambda result: result.disagreement_s)
 
 
 def _best_order(
@@ -216,7 +216,7 @@ def _best_order(
     rng: np.random.Generator,
     parts: Iterable[float],
 ) -> np.ndarray:
-    """The best of all orders where they are few; else `anneal`."""
+    """The best of all orders if they are few, else of `anneal`."""
     n, at_once = len(starts[0]), isinstance(cost, _Permutes)
     if n > (_FEW if at_once else _FEW_IN_GROUPS):
         return anneal(starts, cost, rng, parts)
@@ -230,7 +230,7 @@ def anneal(
     rng: np.random.Generator,
     parts: Iterable[float],
 ) -> np.ndarray:
-    """The order of least cost that the search meets, beginning at the best of some orders."""
+    """The cheapest order that simulated annealing finds, starting from the best of some orders."""
     best = current = min(starts, key=cost)
     best_cost = current_cost = cost(best)
     for part in parts if len(best) > 1 else ():
@@ -248,7 +248,7 @@ def anneal(
 def clock(
     time_limit_s: float, steps: int | None, what: str, progress: bool
 ) -> Iterator[Iterator[float]]:
-    """Yields an iterator that counts from 0 to 1: the part of a search that is over."""
+    """Yields an iterator from 0 to 1: the fraction of a search that is complete."""
     start = time.perf_counter()
 
     def parts(bar: tqdm) -> Iterator[float]:
@@ -296,7 +296,7 @@ class _Permutes:
         return float(rounds.sum() + 0.01 * rounds.size * seconds.mean())
 
     def period_s(self, orders: np.ndarray) -> np.ndarray:
-        """(m,) seconds of a period in each of the orders (m, n), without what is added."""
+        """(m,) seconds of a period for each of the orders (m, n), without the constant part."""
         return self._rounds_s(self._transfers_s(orders)).sum(axis=1)
 
     def _transfers_s(self, orders: np.ndarray) -> np.ndarray:
@@ -319,7 +319,7 @@ class _Permutes:
 
 
 def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Two replicas, or two rows of them with equal spacing, change places."""
+    """Swap two replicas, or two equally spaced rows of replicas."""
     n = len(order)
     order = order.copy()
     length = 2 ** int(rng.integers(0, max(1, int(math.log2(n))))) if rng.random() < 0.5 else 1
@@ -332,7 +332,7 @@ def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
-    """Clusters of near devices one after the other, and dealt out in turn, for every size."""
+    """Clusters of nearby devices, consecutive or interleaved, for every size."""
     n = network.num_devices
     seconds = costs.link_s(network, num_bytes)
     orders = []
@@ -343,20 +343,20 @@ def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
 
 
 def _between_groups(schedule: Schedule) -> Schedule | None:
-    """The schedule between groups, where whole groups of one size exchange with each other."""
+    """The schedule between groups, if groups of equal size exchange as a whole."""
     group_size, n = schedule.rounds[0].group_size, schedule.num_replicas
     if group_size == 1 or any(rnd.group_size != group_size for rnd in schedule.rounds):
         return None
     nothing = assembled(1, np.ones(n // group_size), [])
-    found = [rnd.between_groups if rnd.sends else nothing for rnd in schedule.rounds]
-    rounds = tuple(rnd for rnd in found if rnd is not None)
-    if len(rounds) < len(found) or all(rnd is nothing for rnd in rounds):
+    between = [rnd.between_groups if rnd.sends else nothing for rnd in schedule.rounds]
+    rounds = tuple(rnd for rnd in between if rnd is not None)
+    if len(rounds) < len(between) or all(rnd is nothing for rnd in rounds):
         return None
     return Schedule(schedule.name, n // group_size, rounds)
 
 
 def _grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:
-    """An order in which groups of consecutive devices are near each other.
+    """An order such that groups of consecutive devices are close to each other.
 
     Returns:
       (n,) the order, and the seconds of a reduce-scatter and an all-gather in all groups.

@@ -1,4 +1,4 @@
-"""A cluster's network: how long a message from one device to another takes.
+"""A cluster's network: the time of a message between any two devices.
 
 Latencies and bandwidths are measured (`load`, `from_matrices`), nominal (`preset`, `cluster`) or
 DT-FM's table of cloud regions (`regions`). Seconds, bytes, bytes per second throughout.
@@ -38,7 +38,7 @@ _LONGEST_NAME = 300  # characters; of a host at most 253
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Network:
-    """n devices in machines ("nodes"), and the link between every two of them.
+    """n devices in machines ("nodes"), and the link between each pair.
 
     latency_s: (n, n) float64; [i, j] from device i to device j, 0 on the diagonal.
     bandwidth_bytes_per_s: (n, n) float64; of one transfer i -> j that is alone on the network,
@@ -68,7 +68,7 @@ class Network:
 
     @property
     def gbit_per_s(self) -> np.ndarray:
-        """(n, n) the bandwidths for people."""
+        """(n, n) bandwidths in the unit for display."""
         return self.bandwidth_bytes_per_s / BYTES_PER_GBIT
 
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
@@ -101,7 +101,7 @@ class Network:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write JSON that `load` reads; None on the diagonal and where nothing limits."""
+        """Write JSON for `load`; None on the diagonal and for unlimited bandwidth."""
         fields = {
             "format": FORMAT,
             "names": list(self.names),
@@ -210,13 +210,13 @@ def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -
 
 def _numbers(values: object, what: str) -> np.ndarray:
     """A new float64 array, not empty; None becomes NaN."""
-    given = values if isinstance(values, np.ndarray) else np.asarray(values, object)
+    array = values if isinstance(values, np.ndarray) else np.asarray(values, object)
     try:
-        if given.dtype.kind not in "iufO" or not given.size:  # such as complex numbers, texts
+        if array.dtype.kind not in "iufO" or not array.size:  # such as complex numbers, texts
             raise TypeError
-        if given.dtype.kind == "O" and any(isinstance(entry, bool) for entry in given.ravel()):
+        if array.dtype.kind == "O" and any(isinstance(entry, bool) for entry in array.ravel()):
             raise TypeError
-        return np.atleast_1d(given.astype(np.float64))
+        return np.atleast_1d(array.astype(np.float64))
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{what} must hold numbers only, neither true nor false, in rows of one length, got "
@@ -234,12 +234,12 @@ def _nodes(node: ArrayLike, n: int) -> np.ndarray:
 
 
 def _different_names(names: object, n: int) -> tuple[str, ...]:
-    given = names.tolist() if isinstance(names, np.ndarray) else names
-    listed = given if isinstance(given, list | tuple) else ()
+    names = names.tolist() if isinstance(names, np.ndarray) else names
+    listed = names if isinstance(names, list | tuple) else ()
     good = {name for name in listed if isinstance(name, str) and name.isprintable()}
     if not len(listed) == len(good) == n or max(map(len, good)) > _LONGEST_NAME:
         wanted = f"{n} different printable texts of up to {_LONGEST_NAME} characters"
-        raise ValueError(f"names must be a list of {wanted}, got {shown(given)}")
+        raise ValueError(f"names must be a list of {wanted}, got {shown(names)}")
     return tuple(listed)
 
 
@@ -254,7 +254,7 @@ def _nics(nic_bytes_per_s: ArrayLike, num_nodes: int) -> np.ndarray:
 
 
 def _check_entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
-    """Every entry off the diagonal is a number, and in its unit one that a network has."""
+    """Check that every off-diagonal entry is a number that is plausible in its unit."""
     checks = (
         ("latency", latency, "s", 1e-8, 1.0, "or 0, if it is neglected"),
         ("bandwidth", bandwidth, "bytes/s", _SLOWEST, 1e13, "and 1 Gbit/s is 1.25e8 bytes/s"),
@@ -277,7 +277,7 @@ def _check_entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str,
 def _check_symmetric(
     matrix: np.ndarray, what: str, unit: str, noise: float, names: tuple[str, ...]
 ) -> None:
-    """Two directions differ by at most 25%, or by ``noise`` in their unit."""
+    """Check that the two directions differ by at most 25%, or by ``noise`` in their unit."""
     larger, smaller = np.maximum(matrix, matrix.T), np.minimum(matrix, matrix.T)
     wrong = larger > np.maximum(_LARGEST_ASYMMETRY * smaller, smaller + noise)
     if wrong.any():
@@ -293,7 +293,7 @@ def _check_symmetric(
 
 
 class Link(NamedTuple):
-    """What one transfer gets: it takes ``latency_s + num_bytes / bytes_per_s``."""
+    """The link of one transfer, which takes ``latency_s + num_bytes / bytes_per_s``."""
 
     latency_s: float
     bytes_per_s: float
@@ -361,7 +361,7 @@ def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Net
 
 
 def regions(counts: Mapping[str, int]) -> Network:
-    """Machines of one device in the cloud regions of DT-FM, as many as ``counts`` says for each.
+    """Machines of one device in the cloud regions of DT-FM, ``counts`` per region.
 
     Between two regions the measured latency and bandwidth of one stream; between two machines of
     a region 5 ms and 2 Gbit/s, which is also a machine's network card.
@@ -380,7 +380,7 @@ def regions(counts: Mapping[str, int]) -> Network:
 def _region_network(
     pairs: Mapping[str, Sequence[float]], counts: Mapping[str, int], inside: Sequence[float]
 ) -> Network:
-    """Machines in regions, from milliseconds and Gbit/s between two regions and inside of one."""
+    """Machines in regions, from milliseconds and Gbit/s between and inside regions."""
     links = {frozenset(pair.split("-")): tuple(link) for pair, link in pairs.items()}
     links |= {frozenset([region]): tuple(inside) for region in counts}
     _check_size(sum(counts.values()))
@@ -408,9 +408,9 @@ def _dtfm_case(number: int) -> Network:
     # Instances of 8; or eight of 4 and 32 of 1. A device has its share of the network card.
     sizes, gbps = ([8] * 8, 3.125) if number == 1 else ([4] * 8 + [1] * 32, 1.25)
     rate = gbps * BYTES_PER_GBIT
-    made = cluster(sizes, Link(0, 100 * BYTES_PER_GBIT), Link(0, rate))
-    names = tuple(name.replace("node", "instance") for name in made.names)
-    return dataclasses.replace(made, nic_bytes_per_s=rate * np.array(sizes), names=names)
+    nodes = cluster(sizes, Link(0, 100 * BYTES_PER_GBIT), Link(0, rate))
+    names = tuple(name.replace("node", "instance") for name in nodes.names)
+    return dataclasses.replace(nodes, nic_bytes_per_s=rate * np.array(sizes), names=names)
 
 
 def _check_size(num_devices: int) -> None:

@@ -1,6 +1,6 @@
-"""The flags of the planner's commands, and what they say: a network, a model, a step's compute.
+"""The flags of the planner's commands: a network, a model, the compute time of a step.
 
-Only `complete`, and only where a config file is given, imports the trainer and jax.
+Only `complete`, and only where a config file is args, imports the trainer and jax.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
 
 
 def several(one: Callable[[str], Any]) -> Callable[[str], list]:
-    """The ``type`` of a flag: such values between commas."""
+    """The ``type`` of a flag: a comma-separated list of values."""
     return lambda text: [one(part) for part in text.split(",")]
 
 
@@ -139,7 +139,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def add(parser: Any, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser, or to a group of its flags."""
+    """Add flags to a parser or to an argument group."""
     for name, metavar, kind, default, words in flags:
         how: dict[str, Any] = {"required": True} if default is MUST else {"default": default}
         if default not in (None, MUST):
@@ -151,7 +151,7 @@ def add(parser: Any, flags: Iterable[Flag]) -> None:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Take from ``--config`` what no flag says: the model and the replicas."""
+    """Complete missing flags from ``--config``: the model and the replicas."""
     options.base = options.num_replicas = options.replicas_per_node = None
     options.late_parameters, options.row_length = 0, ROW_LENGTH
     if options.config:
@@ -175,7 +175,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def choose_method(options: argparse.Namespace) -> None:
-    """Set ``algorithm``, ``combine`` and ``optimizer`` of choices: those of ``--config``, if any.
+    """Set ``algorithm``, ``combine`` and ``optimizer`` of choices from ``--config``, if given.
 
     For a config of all_reduce the method that gossips with the same optimizer.
     """
@@ -200,14 +200,14 @@ def choose_method(options: argparse.Namespace) -> None:
 
 
 def fields_of(options: argparse.Namespace, choice: Choice) -> dict[str, Any]:
-    """The fields that make ``train.py`` do this; of ``--config`` those that it has otherwise."""
+    """The fields that select this choice; with ``--config``, those that differ from it."""
     fields = config_fields(choice, options.algorithm, options.optimizer)
     has = {} if options.base is None else flat(options.base)
     return {name: value for name, value in fields.items() if value != has.get(name)}
 
 
 def accepted(options: argparse.Namespace, choice: Choice) -> bool:
-    """Whether ``train.py`` takes ``--config`` with the fields of this choice, whatever its data.
+    """Whether ``train.py`` accepts ``--config`` with the fields of this choice, for any data.
 
     Raises:
       ConfigError: it takes none, since it refuses all_reduce, which any config can be turned into.
@@ -269,7 +269,7 @@ def measured(path: str) -> tuple[float, LogNormal]:
 
 
 def network_of(options: argparse.Namespace) -> Network:
-    """The network; of a preset without ``--nodes`` as much as the config's replicas need."""
+    """The network; a preset without ``--nodes`` is as large as the config's replicas need."""
     name, nodes = options.network, options.nodes
     n, replicas_per_node = (
         getattr(options, "num_replicas", None),
@@ -296,7 +296,7 @@ def network_of(options: argparse.Namespace) -> Network:
 
 
 def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
-    """How many nodes of this size the replicas of a config fill."""
+    """The number of nodes of this size for the replicas of a config."""
     if num_replicas is None:
         raise ConfigError(f"{name} needs --nodes N (machines)", field="--nodes")
     if num_replicas % size:
@@ -306,7 +306,7 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
 
 
 def speeds_of(path: str | None, num_devices: int) -> np.ndarray:
-    """(n,) the relative speed that a JSON file has for every device; ones without a file.
+    """(n,) relative speeds of the devices, from a JSON file; ones without a file.
 
     Raises:
       DataError: the file is not a list of as many numbers.

@@ -1,4 +1,4 @@
-"""How long a step of pipelines takes: compute, bubbles, links, and averaging between pipelines.
+"""The step time of pipelines: compute, bubbles, links, and averaging between pipelines.
 
 Messages cost what `costs` says: those of all pipelines that go the same way share network cards,
 and so do those of all stages while they average. Pipelines are asynchronous: a stage begins an
@@ -35,7 +35,7 @@ AVERAGING = ("nothing", "all_reduce", "gossip")
 
 
 class Links(NamedTuple):
-    """How the messages of a micro-batch travel that each stage of D pipelines sends one way.
+    """The links of the messages that each stage of D pipelines sends in one direction.
 
     latency_s, busy_s: (S, D); a message arrives ``latency_s`` after it has kept its link busy. The
         row of a stage that sends nothing that way is not read.
@@ -49,7 +49,7 @@ Action = tuple[int, str, int]  # stage, "forward" or "backward", micro-batch
 
 
 def in_order(lists: Sequence[Sequence[tuple[str, int]]]) -> list[Action]:
-    """The actions of all stages, each of them after the action whose message it needs.
+    """The actions of all stages, in an order in which each follows the action that it depends on.
 
     Args:
       lists: what each stage does, one after the other; see `decent_jax.plan.orders.order`.
@@ -78,7 +78,7 @@ def in_order(lists: Sequence[Sequence[tuple[str, int]]]) -> list[Action]:
 def pipelines_s(
     actions: Sequence[Action], compute_s: Mapping[str, np.ndarray], links: Mapping[str, Links]
 ) -> np.ndarray:
-    """Seconds until each stage of D pipelines has done its actions, (S, D).
+    """Seconds until each stage of D pipelines has finished its actions, (S, D).
 
     Args:
       actions: of `in_order`, of every pipeline.
@@ -105,11 +105,11 @@ def links_of(network: Network, stages: np.ndarray, message_bytes: float) -> dict
     """The links of pipelines on these devices (S, D), "forward" and "backward"."""
 
     def links(sources: np.ndarray, targets: np.ndarray, rows: slice) -> Links:
-        made = Links(np.zeros(stages.shape), np.zeros(stages.shape))
+        way = Links(np.zeros(stages.shape), np.zeros(stages.shape))
         rate = costs.rates(network, sources.ravel(), targets.ravel()).reshape(sources.shape)
-        made.latency_s[rows] = network.latency_s[sources, targets]
-        made.busy_s[rows] = message_bytes / rate
-        return made
+        way.latency_s[rows] = network.latency_s[sources, targets]
+        way.busy_s[rows] = message_bytes / rate
+        return way
 
     upper, lower = stages[:-1], stages[1:]
     return {
@@ -121,7 +121,7 @@ def links_of(network: Network, stages: np.ndarray, message_bytes: float) -> dict
 def averaging_s(
     network: Network, stages: np.ndarray, num_bytes: float, schedule: topology.Schedule | None
 ) -> np.ndarray:
-    """(S,) seconds in which each stage averages, all of them at the same time.
+    """(S,) seconds of the averaging of each stage, all concurrently.
 
     Args:
       stages: (S, D) devices.
@@ -158,7 +158,7 @@ def _side_by_side(rnd: Round, copies: int) -> Round:
 
 
 class StepTime:
-    """Predicts the step of one job on one network, for many layouts.
+    """Predicts the step time of one job on one network, for many layouts.
 
     Args:
       schedule: of gossip between the pipelines.
@@ -209,7 +209,7 @@ def exchanged(
     steps: int | None = None,
     progress: bool = False,
 ) -> np.ndarray:
-    """A layout at least as fast as ``stages``, by exchanges of devices.
+    """A layout at least as fast as ``stages``, by swaps of devices.
 
     DT-FM's cost adds up all messages as if nothing overlapped, so the layout that it likes best is
     not always the fastest. The search begins at the fastest of this one, of pipelines along the

@@ -1,4 +1,4 @@
-"""Data-parallel groups and pipeline stages on a slow, uneven network: DT-FM's cost, exactly.
+"""Exact evaluation of DT-FM's cost for data-parallel groups and pipeline stages.
 
 N devices become ``num_stages`` data-parallel groups of ``num_replicas`` devices each; devices may
 be left over. A group holds one pipeline stage and averages its gradients; activations travel along
@@ -75,7 +75,7 @@ class Costs(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Of a picture of stages that cost this."""
+        """Title of a picture of stages with these costs."""
         return (
             f"{self.total_s:.2f} s per step: {self.data_parallel_s:.2f} s averaging, "
             f"2 x {self.pipeline_s:.2f} s passing on"
@@ -95,7 +95,7 @@ def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
 
 
 def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """(n, n) each: what two devices cost each other in a group, and one behind the other."""
+    """(n, n) each: costs of two devices in one group, and in consecutive stages."""
     share = job.data_parallel_bytes / job.num_replicas
     averaging = 2 * (network.latency_s + share / network.bandwidth_bytes_per_s)
     passing = network.latency_s + job.pipeline_bytes / network.bandwidth_bytes_per_s
@@ -103,7 +103,7 @@ def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
-    """The perfect matching of rows with columns whose largest cost is least.
+    """The perfect matching of rows and columns with the smallest largest cost.
 
     Args:
       costs: (d, d). Returns the column of every row (d,) and that largest cost.
@@ -279,7 +279,7 @@ class StageGroups:
         return Costs(float(self.group_s.max()), self.path_s)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange the devices in two slots; only what the two groups touch is computed again."""
+        """Swap the devices in two slots, and update only the costs of the two groups."""
         self.slots[[first, second]] = self.slots[[second, first]]
         groups = self.groups
         for a in {slot // groups.shape[1] for slot in (first, second) if slot < groups.size}:

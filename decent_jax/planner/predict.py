@@ -1,4 +1,4 @@
-"""How long a step takes under every algorithm, and on what.
+"""The step time of every algorithm, and its parts.
 
 >>> from decent_jax.planner.network import preset
 >>> workload = Workload(model_bytes=500e6, forward_s=0.05, backward_s=0.1)
@@ -154,21 +154,21 @@ def available(network: Network) -> list[str]:
 def timelines(
     network: Network, workload: Workload, names: Sequence[str], steps: int = 3
 ) -> dict[str, tuple[tuple[simulator.Event, ...], np.ndarray]]:
-    """By a title, what `decent_jax.plots.network.draw_gantt` draws of some steps of each algorithm.
+    """By title, some steps of each algorithm for `decent_jax.plots.network.draw_gantt`.
 
     See `algorithm_of`.
     """
-    found = {}
+    runs = {}
     for name in names:
         algorithm = algorithm_of(name, network, workload)
         run = simulator.simulate(network, workload, algorithm, steps=steps, warm_up=20, record=True)
         mean_ms = 1e3 * step_s(network, workload, algorithm)
-        found[f"{name}: {mean_ms:.0f} ms per step in the long run"] = run.events, run.ends_s
-    return found
+        runs[f"{name}: {mean_ms:.0f} ms per step in the long run"] = run.events, run.ends_s
+    return runs
 
 
 def format_table(rows: Sequence[Prediction]) -> str:
-    """A table for people, milliseconds; speed-up over all-reduce on as many replicas."""
+    """A Markdown table in milliseconds; speed-up over all-reduce on equally many replicas."""
     base = {row.num_replicas: row.step_s for row in rows if row.label == "all_reduce"}
     headings = ("nodes", "replicas", "algorithm", "step ms", "compute", "exposed communication")
     cells = []

@@ -1,4 +1,4 @@
-"""Which schedule, how often, in which message format: by the predicted time of a step.
+"""Choice of schedule, interval and codec by the predicted step time.
 
 Choices within 1% of the fastest step count as equally fast; the first of them is the one whose
 replicas agree soonest (`steps_per_averaging`). Nothing is said about the loss, which depends on
@@ -43,7 +43,7 @@ class Choice:
 
 
 def steps_per_averaging(schedule: Schedule) -> float:
-    """Steps m after which the replicas are one averaging nearer to each other.
+    """Steps m in which the consensus error falls as much as in one averaging.
 
     The least ``w / (1 - q)`` over windows of w rounds, q the largest factor by which w consecutive
     rounds leave the squared consensus distance. 1 for complete, log2 n for one_peer_exp,
@@ -86,7 +86,7 @@ def choices(
     n, model_bytes = network.num_devices, workload.model_bytes
     all_reduce = predict.algorithm_of("all_reduce", network, workload)
     sent = topology.make("complete", n).bytes_sent(model_bytes)
-    found = [Choice(all_reduce, predict.predict(network, workload, all_reduce), sent, 0.0)]
+    choices = [Choice(all_reduce, predict.predict(network, workload, all_reduce), sent, 0.0)]
     replicas_per_node = predict.replicas_per_node(network)
     for name in schedules or predict.available(network):
         if name in predict.ALL_REDUCES:
@@ -98,13 +98,13 @@ def choices(
                 algorithm = Gossip(schedule, every, combine, codec)
                 prediction = predict.predict(network, workload, algorithm, _label(algorithm))
                 sent = schedule.bytes_sent(model_bytes * workload.share(codec)) / every
-                found.append(Choice(algorithm, prediction, sent, every * once, replicas_per_node))
-    least_s = _EQUALLY_FAST * min(choice.prediction.step_s for choice in found)
-    return sorted(found, key=functools.partial(_order, least_s))
+                choices.append(Choice(algorithm, prediction, sent, every * once, replicas_per_node))
+    least_s = _EQUALLY_FAST * min(choice.prediction.step_s for choice in choices)
+    return sorted(choices, key=functools.partial(_order, least_s))
 
 
 def _order(least_s: float, choice: Choice) -> tuple[float, float, int]:
-    """Equally good ones by their cliques: it is assumed, not measured, that small ones are faster.
+    """Sort key; ties go to small cliques, which are assumed (not measured) to be faster.
 
     XLA's authors report permutes on GPUs that are 10 to 20 times as fast in a clique of few devices
     as in one of many (openxla #40505).
@@ -125,15 +125,15 @@ def _label(algorithm: Gossip) -> str:
     return ", ".join(parts)
 
 
-def explain(found: Sequence[Choice]) -> str:
-    """The first choice in words, all-reduce and the next best, with the numbers behind them."""
-    best, reduced = found[0], next(filter(_is_all_reduce, found))
+def explain(choices: Sequence[Choice]) -> str:
+    """Sentences about the first choice, all-reduce and the runner-up, with their numbers."""
+    best, reduced = choices[0], next(filter(_is_all_reduce, choices))
     sentences = [f"Take {best.prediction.label}: {_step(best)}"]
     if best is not reduced:
         more = reduced.prediction.step_s / best.prediction.step_s
         sentences.append(f"A step of all_reduce takes {more:.2f} times as long: {_step(reduced)}")
-    others = [choice for choice in found[1:] if not _is_all_reduce(choice)]
-    sentences += [f"The next best is {one.prediction.label}: {_step(one)}" for one in others[:1]]
+    others = [choice for choice in choices[1:] if not _is_all_reduce(choice)]
+    sentences += [f"The next best is {x.prediction.label}: {_step(x)}" for x in others[:1]]
     sentences.append("These are times of steps; docs/results.md has measured losses.")
     return "\n".join(sentences)
 
@@ -156,8 +156,8 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms"
 
 
-def format_table(found: Sequence[Choice], most: int = 12) -> str:
-    """The first ``most`` choices, and all-reduce wherever it comes."""
+def format_table(choices: Sequence[Choice], most: int = 12) -> str:
+    """The first ``most`` choices, and all-reduce in any case."""
     headings = ("", "step ms", "dominant", "sent per step", "steps per averaging")
     rows = [
         (
@@ -167,7 +167,7 @@ def format_table(found: Sequence[Choice], most: int = 12) -> str:
             format_bytes(choice.sent_bytes),
             f"{choice.averaging_steps:.3g}" if choice.averaging_steps else "exact",
         )
-        for k, choice in enumerate(found)
+        for k, choice in enumerate(choices)
         if k < most or _is_all_reduce(choice)
     ]
     return table(headings, rows)
@@ -176,7 +176,7 @@ def format_table(found: Sequence[Choice], most: int = 12) -> str:
 def config_fields(
     choice: Choice, algorithm: str = "accum_adam", optimizer: str = ""
 ) -> dict[str, Any]:
-    """The fields of a config, by their dotted names, that make ``train.py`` do this.
+    """The config fields, by dotted name, that select this choice.
 
     Args:
       algorithm: of `decent_jax.optim.METHODS`, for choices other than all_reduce.

@@ -1,4 +1,4 @@
-"""What a training step is made of, and how long it takes with all-reduce, in closed form.
+"""The parts of a training step, and its time with all-reduce in closed form.
 
 Three things make gossip faster than all-reduce (Wang et al., ICLR 2025): it hides behind the whole
 step and not only behind the backward pass; it can keep to fast links; and a replica waits for its
@@ -45,7 +45,7 @@ QUANTILES = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal:
-    """A factor with mean 1 on forward and backward, drawn for each replica and step.
+    """A random factor with mean 1 on forward and backward, per replica and step.
 
     ``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
     """
@@ -56,7 +56,7 @@ class LogNormal:
         return np.exp(self.sigma * rng.standard_normal(shape) - self.sigma**2 / 2)
 
     def exceeded(self, probability: np.ndarray) -> np.ndarray:
-        """The values that a draw exceeds with these probabilities."""
+        """The values that a sample exceeds with these probabilities."""
         return np.exp(-self.sigma * special.ndtri(probability) - self.sigma**2 / 2)
 
 
@@ -146,7 +146,7 @@ class Workload:
         return self.forward_s + self.backward_s
 
     def share(self, codec: str) -> float:
-        """The bytes of a message in one of `CODECS`, as a part of those in float32."""
+        """The bytes of a message in one of `CODECS`, as a fraction of those in float32."""
         bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[codec]
         return bits / 32 + (1 / self.row_length if bits <= 8 else 0)
 
@@ -157,7 +157,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Synchronous mean of gradients in buckets, each sent as soon as the backward pass has it.
+    """Synchronous mean of gradients in buckets, each sent as soon as it is computed.
 
     collective: see `costs.all_reduce_phases`.
     bucket_bytes: of float32 gradients (PyTorch's default 25 MB; XLA combines up to 30 MB);
@@ -212,7 +212,7 @@ Algorithm = AllReduce | Gossip
 
 
 class Bucket(NamedTuple):
-    """A part of the model that is communicated in one go."""
+    """A part of the model that is sent in one message."""
 
     num_bytes: float  # in float32
     backward: float  # fraction of the backward pass between the bucket before and this one

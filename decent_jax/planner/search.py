@@ -1,4 +1,4 @@
-"""The search for the best placement: hybrid genetic, with Kernighan-Lin style local search.
+"""Search for the best placement: hybrid genetic, with Kernighan-Lin style local search.
 
 A candidate is a balanced partition; `placement` gives its cost exactly. A generation makes one,
 constructed anew (`construct`), out of the groups of two parents (`combine`) or by a few random
@@ -62,7 +62,7 @@ def place(
     generations: int | None = None,
     progress: bool = False,
 ) -> PlacedStages:
-    """The cheapest placement of a job on a network that can be found in the time.
+    """The cheapest placement of a job on a network that the search finds in the given time.
 
     Args:
       generations: the most to try; then, unless the time is up first, the same seed
@@ -95,7 +95,7 @@ def place(
 
 
 class _Search:
-    """The population, and the best partition seen anywhere."""
+    """The population, and the best partition seen so far."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator) -> None:
         self.start = time.perf_counter()
@@ -121,7 +121,7 @@ class _Search:
         return self.best.costs.total_s <= self.lower_bound.total_s * (1 + 1e-12)
 
     def generation(self, deadline: float) -> None:
-        """Make one candidate, improve it, and keep it if it is good and new."""
+        """Create a candidate, improve it, and keep it if it is good and new."""
         operator = self.rng.choice(3, p=(0.2, 0.3, 0.5))
         if operator == 0 or len(self.population) < POPULATION:
             slots = construct(self.problem, self.rng)
@@ -143,7 +143,7 @@ class _Search:
             self.best = partition.copy()
 
     def _improve(self, partition: StageGroups, deadline: float) -> StageGroups:
-        """Passes of exchanges until one brings nothing or the deadline has come."""
+        """Passes of swaps until one brings no improvement or the deadline has passed."""
         slope = self.rng.choice(SLOPES)
         self._seen(partition)
         exchanges = _Exchanges(partition, slope)
@@ -177,7 +177,7 @@ def _signature(partition: StageGroups) -> tuple:
 
 
 class _Exchanges:
-    """The score of every exchange of two devices.
+    """The score of every swap of two devices.
 
     score: of the partition as it is: total cost + slope x the means.
     """
@@ -207,7 +207,7 @@ class _Exchanges:
         )
 
     def best(self, locked: np.ndarray) -> tuple[int, int] | None:
-        """The slots of the best exchange, neither of them locked; None if there is none."""
+        """The slots of the best swap of unlocked devices, or None."""
         partition = self.partition
         slots, kind = partition.slots, partition.problem.kind
         stages, replicas = partition.groups.shape
@@ -241,7 +241,7 @@ class _Exchanges:
         return outside.max(axis=2)
 
     def _mend_neighbours(self, path: np.ndarray) -> None:
-        """An exchange between neighbours on the path changes both ends of their edge at once."""
+        """A swap between neighbours on the path changes both ends of their edge at once."""
         partition = self.partition
         replicas = partition.groups.shape[1]
         order = partition.order
@@ -290,7 +290,7 @@ def _bound(rows: np.ndarray, columns: np.ndarray, slope: float) -> np.ndarray:
 
 
 def _combined(largest: np.ndarray, mean: np.ndarray, slope: float) -> np.ndarray:
-    """Concave in the mean, so that cheap pairs gather in few edges rather than in all a little."""
+    """Concave in the mean, so that cheap pairs concentrate in few edges."""
     return largest + slope * np.sqrt(largest * mean)
 
 
@@ -395,7 +395,7 @@ def combine(first: StageGroups, second: StageGroups, rng: np.random.Generator) -
 
 
 def perturb(parent: StageGroups, rng: np.random.Generator) -> np.ndarray:
-    """The parent with two to four exchanges of random devices."""
+    """The parent with two to four random swaps."""
     slots = parent.slots.copy()
     for _ in range(rng.integers(2, 5)):
         pair = [rng.integers(parent.problem.job.num_devices), rng.integers(len(slots))]

@@ -25,7 +25,7 @@ from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
 
 class Event(NamedTuple):
-    """What replica ``replica`` did from ``start_s`` to ``end_s`` of the simulated run.
+    """The activity of replica ``replica`` from ``start_s`` to ``end_s`` of the simulated run.
 
     kind: forward, backward, update, wait (for a message, in the compute stream), or communicate.
     """
@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SimulatedSteps:
-    """What `simulate` returns.
+    """The result of `simulate`.
 
     step_s: mean seconds of a step after the warm-up.
     ends_s: (steps, n); when each replica had finished each step.
@@ -82,7 +82,7 @@ def simulate(
 def settled_step_s(
     network: Network, workload: Workload, algorithm: Gossip, most_steps: int = 2000
 ) -> float:
-    """Seconds of a step where compute is constant, once the steps repeat themselves.
+    """The steady-state step time for constant compute.
 
     All times are maxima of sums, so a state in which every time is later by one and the same number
     of seconds than in a state before repeats what followed that one for ever (a max-plus linear
@@ -166,7 +166,7 @@ class _Simulation:
         self._wait(self.arrived[-1])
 
     def _send_parameters(self, step: int, bucket: int) -> None:
-        """Begin the round of ``step``; without one nothing new arrives."""
+        """Start the round of ``step``, if it has one."""
         assert isinstance(self.algorithm, Gossip)
         r = self.algorithm.schedule.round_at(step, self.algorithm.mix_every)
         if r is not None:
@@ -183,7 +183,7 @@ class _Simulation:
         self._record("wait", begin, self.now)
 
     def _communicate(self, r: int, bucket: int) -> np.ndarray:
-        """Send a bucket as soon as it is there and the last communication is over."""
+        """Send a bucket once it is computed and the previous communication is over."""
         at = np.maximum(self.now, self.network_free)
         for phase in self.phases[bucket][r]:
             at = phase.end_s(at)
