@@ -46,9 +46,9 @@ def swarm(
     S is the snapshot that a replica published after its last average. The message has been known
     since then, so no replica waits, and the local steps since then are added to the average. Both
     orders preserve the mean over replicas exactly, with any Q. Local steps between averages: fixed
-    with ``mix_every``; geometric with ``random_matching(meet=1/H)``, in which a pair averages with
-    probability 1/H per step; any numbers with ``active`` (a replica with ``active=False`` makes no
-    update in that step).
+    with ``mix_every``; geometric with ``random_matching(probability=1/H)``, in which a pair
+    averages with probability 1/H per step; any numbers with ``active`` (a replica with
+    ``active=False`` makes no update in that step).
 
     A replica whose parameters are not finite takes its partner's parameters. With a lattice and
     "atc" it cannot decode them, and stays unchanged; the others ignore it.
@@ -88,7 +88,7 @@ def swarm(
         fine = trees.all_finite(mine)
         if not quantises:
             (theirs, read), weight = _receive((mine, fine), round)
-            decoded, meets = mine, read & fine & (weight > 0)
+            decoded, averages = mine, read & fine & (weight > 0)
         else:
             leaves, structure = jax.tree.flatten(mine)
             lattice = Lattice(bits).reaching(y, _largest(mine))
@@ -104,14 +104,14 @@ def swarm(
             both_fine = fine & jnp.isfinite(received[0][2])
             read = trees.all_finite(theirs) & both_fine
             (read_by_them,), _ = _receive((read,), round)
-            meets = read & read_by_them & (weight > 0)
+            averages = read & read_by_them & (weight > 0)
             nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
             # Only the sender that was not decoded widens its lattice; if the receiver did so too,
             # one failure would cause others.
             farther = jnp.where(read_by_them | ~both_fine, y, GROW * y)
-            y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
+            y = jnp.where(weight > 0, jnp.where(averages, nearer, farther), y)
         pull = trees.scale(0.5, optax.tree.sub(theirs, decoded))
-        after = trees.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
+        after = trees.add(x, optax.tree.where(averages, pull, optax.tree.zeros_like(pull)))
         is_lost = ~(fine if blocking else trees.all_finite(x))
         x = optax.tree.where(is_lost & read & (weight > 0), theirs, after)
         publishes = (weight > 0) & (read | ~is_lost)

@@ -230,25 +230,25 @@ def _fewest_factors(n: int, k: int) -> tuple[int, ...]:
 
 
 def random_matching(
-    n: int, *, rounds: int = 8, seed: int = 0, degree: int | None = None, meet: float = 1.0
+    n: int, *, rounds: int = 8, seed: int = 0, degree: int | None = None, probability: float = 1.0
 ) -> list[Round]:
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    if not 0 < meet <= 1:
-        raise ValueError(f"meet must be above 0 and at most 1, got {meet}")
+    if not 0 < probability <= 1:
+        raise ValueError(f"probability must be above 0 and at most 1, got {probability}")
     rng = _random_state(seed)
     graph = None if degree is None else _regular_graph(n, degree, rng).matrix
 
     def partners():
         partner = _matching(n, rng) if graph is None else _matching_of(graph, rng)
-        if meet == 1:
+        if probability == 1:
             return partner
-        kept = rng.random_sample(n) < meet
+        drawn = rng.random_sample(n) < probability
         lower = np.minimum(partner, np.arange(n))  # the lower number of a pair decides
-        return np.where((partner >= 0) & kept[lower], partner, -1)
+        return np.where((partner >= 0) & drawn[lower], partner, -1)
 
     def draw():
-        return [pairwise(partners()) for _ in range(1 if n == 2 and meet == 1 else rounds)]
+        return [pairwise(partners()) for _ in range(1 if n == 2 and probability == 1 else rounds)]
 
     return _connected(draw, f"with {rounds} rounds; use more rounds")
 

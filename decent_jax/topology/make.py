@@ -35,7 +35,7 @@ def make(
     | ``grid(rows=...)`` | the neighbours in a rectangle | any |
     | ``torus(rows=...)`` | the neighbours in a rectangle that wraps around | any |
     | ``star`` | replica 0 and each other | any |
-    | ``random_matching(rounds=8, seed=0, degree=..., meet=1)`` | random pairs (SwarmSGD) | any |
+    | ``random_matching(rounds=8, seed=0, degree=..., probability=1)`` | random pairs | any |
     | ``random_regular(degree=4, seed=0)`` | a random graph of equal degrees | n x degree even |
     | ``erdos_renyi(probability=..., seed=0)`` | a random graph of independent edges | any |
     | ``equi_dynamic(rounds=8, seed=0)`` | i receives from i - u, u random (Song 2022) | any |
@@ -67,8 +67,8 @@ def make(
       inner schedule with d messages makes it (d + 1)(d_outer + 1) - 1 messages.
 
     - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (a replica
-      without a free neighbour is idle), and with ``meet=p`` a pair averages with probability p:
-      local steps between averages are then geometric with mean 1/p.
+      without a free neighbour is idle), and with ``probability=p`` a pair averages with that
+      probability: local steps between averages are then geometric with mean 1/p.
     - ``periodic_average(inner, every)`` is Gossip-PGA (Chen et al. 2021). Rounds that repeat are
       compiled once.
     - ``random_out`` is column stochastic only: for `decent_jax.optim.push_sum`.

@@ -38,7 +38,7 @@ def schedule_of(groups):
 
 
 def side_by_side(group):
-    """An order of the replicas in which those that meet are neighbours, and the matrix then."""
+    """An order of the replicas in which partners are neighbours, and the matrix then."""
     pairs = [k for one in group for k in one[:2]]
     matrix = np.eye(N)
     for k in range(0, len(pairs), 2):
@@ -120,11 +120,11 @@ def test_devices_are_the_list_of_interactions():
     np.testing.assert_allclose(x, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_meetings_of_a_schedule_are_geometric():
-    """random_matching(meet=1/4): steps between two meetings of a replica have mean 4."""
-    schedule = topology.make("random_matching(rounds=4000, meet=0.25)", 8)
-    meets = np.stack([one.sends[0].sources >= 0 for one in schedule.rounds])
-    gaps = np.concatenate([np.diff(np.flatnonzero(column)) for column in meets.T])
+def test_averages_of_a_schedule_are_geometric():
+    """random_matching(probability=1/4): steps between two averages of a replica have mean 4."""
+    schedule = topology.make("random_matching(rounds=4000, probability=0.25)", 8)
+    averages = np.stack([one.sends[0].sources >= 0 for one in schedule.rounds])
+    gaps = np.concatenate([np.diff(np.flatnonzero(column)) for column in averages.T])
     assert gaps.mean() == pytest.approx(4, rel=0.03)
     for k in (1, 2, 5):
         assert (gaps == k).mean() == pytest.approx(0.25 * 0.75 ** (k - 1), abs=0.01)
@@ -157,8 +157,8 @@ def matched_at_random(tx, gradient, x, data, seed):
 
 
 @pytest.mark.parametrize("combine", ["atc", "awc"])
-def test_quantised_meetings_keep_the_mean_and_agree(combine):
-    """No gradients, from far apart: failed meetings widen the lattice until messages are read."""
+def test_quantised_averages_keep_the_mean_and_agree(combine):
+    """No gradients, from far apart: failed averages widen the lattice until messages are read."""
     schedule = topology.make("hypercube", N)
     tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, bits=8)
     rng = np.random.default_rng(3)
@@ -173,7 +173,7 @@ def test_quantised_meetings_keep_the_mean_and_agree(combine):
     assert spread[-1] < 1e-4
 
 
-def test_failed_meetings_change_nobody():
+def test_failed_averages_change_nobody():
     schedule = topology.make("hypercube", N)
     tx = optim.swarm(optax.sgd(0.0), schedule, combine="atc", distance=1e-6, bits=8)
     x = jnp.asarray(np.random.default_rng(4).normal(size=(N, D)))

@@ -27,7 +27,7 @@ CASES = [
     *(("base_k(max_degree=2)", 24, 1), ("base_k(max_degree=9)", 25, 1), ("grid(rows=3)", 6, 1)),
     *(("torus(rows=8)", 8, 1), ("random_matching(rounds=5, seed=2)", 9, 1)),
     *(("random_matching(seed=3, degree=3)", 8, 1), ("equi_dynamic(rounds=3, seed=4)", 12, 1)),
-    ("random_matching(rounds=12, degree=2, meet=0.5)", 7, 1),
+    ("random_matching(rounds=12, degree=2, probability=0.5)", 7, 1),
     ("random_regular(degree=2, seed=3)", 9, 1),
     ("random_regular(degree=7)", 8, 1),
     ("erdos_renyi(probability=0.4, seed=1)", 10, 1),
