@@ -2,11 +2,11 @@
 
     decent-jax export --workdir runs/quickstart --out model.safetensors
 
-A GPT-2 is named as in `transformers`, which loads it as ``model.safetensors`` beside the
-``config.json`` that is written with it; so is a Llama. A Transformer that translates is a Marian
-model there, or a Pegasus if its LayerNorms come first. A ResNet is named as in torchvision, with
-the batch-norm statistics it was evaluated with; its ``config.json`` names the architecture, the
-classes, and how images are normalised.
+A GPT-2 or Llama is named as in `transformers`, which loads it as ``model.safetensors`` with the
+``config.json`` written next to it. A translation Transformer becomes a Marian model there, or a
+Pegasus if its LayerNorms come first. A ResNet is named as in torchvision, with the batch-norm
+statistics of its evaluation; its ``config.json`` has the architecture, the classes, and the
+normalization of images.
 """
 
 import re
@@ -18,7 +18,7 @@ from decent_jax.ground.json_files import write_atomic
 from decent_jax.train.saved_model import TrainedRun
 
 _EXPORTED = re.compile(rb'.{8}\{"__metadata__".{,65536}"which"', re.DOTALL)
-# What an export may write beside the weights.
+# Files that an export may write next to the weights.
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _BESIDE += ("vocab.json", "merges.txt")
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
-    """Writes the model, and ``config.json`` beside it; returns its path.
+    """Writes the model with its ``config.json``; returns its path.
 
     Args:
       workdir: of the run.
@@ -42,7 +42,7 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
       which: see `decent_jax.train.saved_model.load`.
 
     Raises:
-      ConfigError: it cannot be exported, or would replace a file that no export has written.
+      ConfigError: it cannot be exported, or would replace a file not written by an export.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
@@ -55,7 +55,7 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
         )
     _check_replaceable(out)
     run = TrainedRun(workdir, which)
-    run.function("export", "be exported")  # or refused, before the folder is made
+    run.function("export", "be exported")  # refused before the folder is created
     folder.mkdir(parents=True, exist_ok=True)
     text = run.call("export", "be exported", out)
     write_atomic(out.with_name("config.json"), text.encode())
@@ -63,9 +63,9 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Raises ConfigError if the export would replace a file that no export has written."""
+    """Raises ConfigError if the export would replace a file not written by an export."""
     check_replaceable(out, "--out", _EXPORTED)
-    again = out.exists() and out.stat().st_size > 0  # then the files beside it are ours, too
+    again = out.exists() and out.stat().st_size > 0  # then the files next to it are also ours
     for path in (out.with_name(name) for name in _BESIDE):
         if path.is_symlink() or (path.exists() and not again):
             why = f"must be in a folder without a {path.name} that no export of it has written"

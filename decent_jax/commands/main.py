@@ -28,30 +28,30 @@ COMMANDS = {
     "sample": ("commands.sample", "continue a prompt with a trained model"),
     "translate": ("commands.translate", "translate sentences with a trained model"),
     "export": ("commands.export", "write a trained model as .safetensors"),
-    "status": ("commands.status", "show how far a run is, and what goes wrong"),
+    "status": ("commands.status", "show the progress and the failures of a run"),
     "plot": ("commands.plot", "draw the curves of a run, or compare several"),
     "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
-    "supervise": ("commands.supervise", "start processes, and again when one is lost"),
+    "supervise": ("commands.supervise", "start processes, and restart them when one is lost"),
     "preflight": ("commands.preflight", "check the processes of a cluster, measure its links"),
     "planner": ("planner.__main__", "predict step times, recommend a schedule"),
-    "peers": ("peers.__main__", "replay or resize a run of peers that come and go"),
+    "peers": ("peers.__main__", "replay or resize a run of asynchronous peers"),
 }
-# These say what they need of the extra train; the others need what reads a config.
+# These check for the extra "train" themselves; the others need only a config reader.
 OWN_NEEDS = ("status", "plot", "prepare", "planner")
 
 EXAMPLES = """\
-Train a small model on this Python's own library, look at it, use it (one to four minutes):
+Train a small model on Python's standard library, plot it, use it (one to four minutes):
   decent-jax train --config quickstart --workdir runs/quickstart
   decent-jax plot runs/quickstart
   decent-jax sample --workdir runs/quickstart --prompt "def main("
 
-Train on text of your own, with a config of your own:
+Train on your own text, with your own config:
   decent-jax prepare text --input PATH --out data/mine --tokenizer bytes --val_fraction 0.01
   decent-jax train --config quickstart --config.data.path=data/mine --workdir runs/mine
   decent-jax train --config my_config.py --workdir runs/my
 
 `decent-jax COMMAND --help` explains a command; `decent-jax train --config NAME --show` prints every
-field of a config with its meaning. The configs that come with the package:
+field of a config with its meaning. The configs included in the package:
 """
 
 
@@ -104,14 +104,14 @@ def console() -> None:
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
+    except BrokenPipeError:  # broken pipe, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         code = 128 + signal.SIGPIPE
     leave(code)
 
 
 def train(argv: list[str], prog: str) -> int:
-    """Trains as the command line says; ``prog`` begins its messages.
+    """Trains as the command line says; ``prog`` prefixes its messages.
 
     Returns 0: done; 1: failed; 2: never started; 75: another process was lost; 128 + signal:
     interrupted.
@@ -138,11 +138,11 @@ def train(argv: list[str], prog: str) -> int:
         Interrupted,
     ) as error:
         said, code = str(error), error.code
-    except OSError as error:  # a full disk, a folder that went away
+    except OSError as error:  # a full disk, a removed folder
         what = shorten(f"{type(error).__name__}: {error}", 200)  # not all name a file
         said = f"{what}, with --workdir {workdir}; once mended, the same command continues"
         code = 1
-    except KeyboardInterrupt:  # outside the loop, which saves before it leaves
+    except KeyboardInterrupt:  # outside the loop, which saves before it exits
         said, code = "interrupted; the same command continues", 130
     except Exception as error:  # of a task or an optimizer of the user's, for instance
         said, code = unforeseen(error), 1
@@ -155,9 +155,9 @@ def train(argv: list[str], prog: str) -> int:
 
 
 def open_streams() -> None:
-    """Let what a launcher has closed of the standard streams lead nowhere.
+    """Redirect standard streams that a launcher has closed to the null device.
 
-    Else `print` fails, and the first file that is opened gets what libraries write to the stream.
+    Otherwise `print` fails, and the next opened file receives what libraries write to the stream.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -165,8 +165,8 @@ def open_streams() -> None:
 
 
 def leave(code: int) -> None:
-    """End this process, even if other processes of its run are gone and jax would wait for them."""
-    if code and "decent_jax.cluster.watch" in sys.modules:  # where it is not, nothing is watched
+    """Exit, even if other processes of the run are gone and jax would wait for them."""
+    if code and "decent_jax.cluster.watch" in sys.modules:  # otherwise nothing is watched
         from decent_jax.cluster import watch
 
         watch.leave(code)

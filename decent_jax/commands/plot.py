@@ -2,11 +2,11 @@
 
     decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean]
 
-One run is drawn into RUN/curves.png, several into comparison.png in the current folder. Beside the
-picture goes a page for a browser, RUN/report.html or comparison.html, drawn by plotly (extra page),
-which needs no other file and no network: curves that say their values under the mouse, results,
-where the time went, settings that differ. With --mean runs that differ in their seed become one
-line with a band, against steps, time and bytes sent, and there is no page.
+One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With plotly
+(extra "page"), a self-contained HTML page is written next to the picture, RUN/report.html or
+comparison.html: curves with values under the mouse, results, a breakdown of the time, settings that
+differ. With --mean, runs that differ only in their seed become one line with a band, against steps,
+time and bytes sent, and there is no page.
 """
 
 import sys
@@ -25,11 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
     where = "default: RUN/curves.png, or comparison.png here for several runs"
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
-    add("--mean", action="store_true", help="a line for runs that differ in the seed")
+    add("--mean", action="store_true", help="one line for runs that differ only in the seed")
     options = parser.parse_args(arguments)
     from decent_jax.plots import runs, style  # here, as matplotlib takes a while
 
-    beside = None  # the page, where it is not inside the run's folder
+    beside = None  # the page, if it is not inside the run directory
     if options.out is not None or options.mean or len(options.runs) > 1:
         picture = Path(options.out or runs.COMPARISON)
         beside = picture.with_suffix(".html")

@@ -1,16 +1,16 @@
-"""Before a long run: do all processes agree, and how fast are the links between them?
+"""Before a long run: check that all processes agree, and measure the links between them.
 
     srun --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 \\
         decent-jax preflight --config configs/gpt2_openwebtext.py --save network.json
 
-Start it as you will start train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or
-with --config.cluster.coordinator, num_processes and process_id. Versions, the config, and kind and
-number of devices must be the same on all processes. Then it measures latency and bandwidth from
-every process to every other, between the first device of each, and saves them for
+Start it like train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or
+with --config.cluster.coordinator, num_processes and process_id. It checks that versions, config,
+and kind and number of devices are the same in all processes. Then it measures latency and bandwidth
+from every process to every other, between the first device of each, and saves them for
 `decent-jax planner ... --network network.json`.
 
-For pipelines, start it once: it measures between the nodes of the Ray cluster that
---config.pipeline.address names ("auto" or HOST:PORT).
+For pipelines, start it once: it measures the links between the nodes of the Ray cluster in
+--config.pipeline.address ("auto" or HOST:PORT).
 """
 
 import argparse
@@ -38,7 +38,7 @@ FLAGS = {
 
 @command("preflight")
 def main(arguments: list[str] | None = None) -> int:
-    """0 done; 2 processes do not agree or a flag is wrong; 75 another process was lost."""
+    """Returns 0: done; 2: processes disagree or a flag is wrong; 75: another process was lost."""
     try:
         options, config = _parse(arguments)
         with watch.lost_peers_told():
@@ -105,9 +105,9 @@ def _report(options: argparse.Namespace, latency: Any, bandwidth: Any, names: li
 
 
 def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: str) -> str:
-    """Write the network for the planner; returns a sentence that says so.
+    """Write the network for the planner; returns a line for the log.
 
-    The planner's links are equally fast both ways. Where they are not, the slower way counts.
+    The planner's links are symmetric; the slower direction counts.
     """
     hosts = [name.rpartition("/")[0] for name in names]
     node = [list(dict.fromkeys(hosts)).index(host) for host in hosts]

@@ -1,8 +1,7 @@
 """Prepares data for training: `decent-jax prepare text|images|translation --help`.
 
-What all kinds share is here: the arguments, one sentence per error, exit codes, Ctrl-C. Each kind
-is the module `decent_jax.data.KIND.prepare_KIND`, with a function
-`prepare` for scripts.
+This module has the common parts: the arguments, one sentence per error, exit codes, Ctrl-C. Each
+kind is the module `decent_jax.data.KIND.prepare_KIND`, with a function `prepare` for scripts.
 """
 
 import importlib
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     kind = importlib.import_module(f"decent_jax.data.{name}.prepare_{name}")
     args = vars(_parser(name, kind).parse_args(argv[1:]))
     inputs, out = args.pop("input"), args.pop("out")
-    # Schedulers send SIGTERM: it cleans up as Ctrl-C does.
+    # Schedulers send SIGTERM: clean up as after Ctrl-C.
     with worker_pool.handled(signal.SIGTERM, signal.default_int_handler):
         try:
             manifest = kind.prepare(inputs, out, **args, progress=True)

@@ -11,7 +11,7 @@ FLAGS = {
     "tokens": Field(200, "tokens to add", at_least=1, at_most=10**6),
     "samples": Field(1, "number of continuations", at_least=1, at_most=10**4),
     "temperature": Field(0.8, "0 is greedy", at_least=0),
-    "top_k": Field(0, "draw from the k likeliest tokens; 0: all", at_least=0, at_most=2**24),
+    "top_k": Field(0, "sample from the k likeliest tokens; 0: all", at_least=0, at_most=2**24),
     "seed": Field(0, "seed of the draws", at_least=0, at_most=2**63 - 1),
 }
 
@@ -20,7 +20,7 @@ FLAGS = {
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
     parser = model_parser("sample", __doc__)
-    parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
+    parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     parser.add_fields(FLAGS)
     options = vars(parser.parse_args(arguments))
     run = TrainedRun(options.pop("workdir"), options.pop("which"))

@@ -1,9 +1,9 @@
-"""Show how far a run is, and what goes wrong, also while it runs.
+"""Show the progress and the failures of a run, also while it runs.
 
     decent-jax status RUN [RUN ...] [--json]
 
-RUN is the --workdir of a run of any kind. It only reads files, so it works on any host that sees
-the folder; `watch decent-jax status RUN` shows it again and again. docs/status.md explains it.
+RUN is the --workdir of a run of any kind. The command only reads files, so it works on any host
+that can see the directory; `watch decent-jax status RUN` repeats it. See docs/status.md.
 """
 
 import shutil
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser(prog="decent-jax status", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
-    parser.add_argument("--json", action="store_true", help="a line of JSON per run instead")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per run")
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size().columns
     for state in map(run_state.read, options.runs):
@@ -130,7 +130,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _number(state: RunState, name: str, factor: float = 1.0) -> str:
-    """The newest value of a metric, times a factor; "" where there is none."""
+    """The newest value of a metric, times a factor; "" if there is none."""
     found = state.last(name)
     return "" if found is None else format_number(factor * found[1], 4)
 

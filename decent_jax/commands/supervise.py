@@ -62,7 +62,7 @@ WARM += ("decent_jax.peers", "decent_jax.pipelines", "flax.linen", "grain")
 
 @command("supervise")
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code of the run, or 1 if too few processes are left."""
+    """Returns the exit code of the run, or 1 if too few processes are left."""
     extras.need_system("decent-jax supervise", "Linux")  # for pidfd_open
     options, program = _parse(sys.argv[1:] if arguments is None else arguments)
     config, workdir = flags.parse(program[1:])
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     members, count = _members(options)
     if members[0].argv and shutil.which(members[0].argv[0]) is None:
         raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
-    fit(config, count, count)  # refused before the folder is made
+    fit(config, count, count)  # refused before the folder is created
     if options.hosts is None:  # the data of other hosts may be there alone
         config_lib.validate(config)
     _make_logs(Path(workdir), count)
@@ -94,7 +94,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="decent-jax supervise", description=__doc__)
     add = parser.add_argument
     add("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
-    add("--spares", metavar="NAME[=ADDRESS],...", help="hosts that take the place of a lost one")
+    add("--spares", metavar="NAME[=ADDRESS],...", help="hosts that replace a lost one")
     via = "how to start a shell command on a host (default: %(default)s)"
     add("--via", default="ssh {host}", metavar="COMMAND", help=via)
     parser.add_fields(FLAGS)
@@ -113,7 +113,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _members(options: argparse.Namespace) -> tuple[list[Member], int]:
-    """The hosts, spare ones at the end, and how many of them begin."""
+    """The hosts, spare ones at the end, and how many of them start."""
     if options.hosts is None:
         if options.spares is not None:
             raise ConfigError.about("--spares", options.spares, "must come with --hosts")
@@ -149,7 +149,7 @@ def _hosts(flag: str, listed: str, via: str) -> list[Member]:
 
 
 def fit(config: ConfigDict, before: int, after: int) -> dict[str, object]:
-    """Fields of the config that change when ``before`` processes become ``after``.
+    """Config fields that change when ``before`` processes become ``after``.
 
     Raises:
       ConfigError: replicas that cannot be spread evenly over the processes.
@@ -180,7 +180,7 @@ def _log(workdir: Path, index: int) -> Path | None:
 
 
 def _make_logs(workdir: Path, count: int) -> None:
-    """Make the folder and the logs, so that whatever prevents it is said before the start."""
+    """Create the folder and the logs, so that any obstacle is reported before the start."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         for log in filter(None, (_log(workdir, index) for index in range(count))):
@@ -190,7 +190,7 @@ def _make_logs(workdir: Path, count: int) -> None:
 
 
 def _secret() -> str:
-    """That of the environment, or a new one."""
+    """The secret in the environment, or a new one."""
     return os.environ.get(rendezvous.SECRET) or secrets.token_hex(32)
 
 
@@ -211,7 +211,7 @@ def _start(
     members: list[Member],
     attempt: int,
 ) -> None:
-    """Start a process of each member, of which there were ``first`` at first."""
+    """Start a process on each member; initially there were ``first`` members."""
     changes = fit(config, first, len(members))
     port = _free_port() if options.hosts is None else options.port + attempt % 100
     command = [*program, *(f"--config.{name}={value}" for name, value in changes.items())]
@@ -232,7 +232,7 @@ def _free_port() -> int:
 
 
 def _tell(workdir: Path, sentence: str) -> None:
-    """Say what failed, and keep it for `decent-jax status`."""
+    """Report a failure, and record it for `decent-jax status`."""
     _say(sentence)
     goodput_file.add_incident(workdir, sentence)
 

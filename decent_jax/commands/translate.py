@@ -2,7 +2,7 @@
 
     decent-jax translate --workdir runs/numbers < sentences.en > sentences.de
 
-Lines are translated as they come, some hundred at a time; an empty line stays empty.
+Lines are translated as they arrive, a few hundred at a time; an empty line stays empty.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     with open(path, "rb") if path else contextlib.nullcontext(sys.stdin.buffer) as file:
         lines = _lines(file, path or "standard input")
         run = TrainedRun(parsed.workdir, parsed.which)
-        run.function("translator", "translate")  # or refused, before anything is read
-        sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so before
+        run.function("translator", "translate")  # refused before anything is read
+        sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so it comes first
         translate = run.call("translator", "translate", parsed.beam)
         while sentences:
             print("\n".join(translate(sentences)), flush=True)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """The lines without their ends; ConfigError for one that is no UTF-8 or no sentence."""
+    """The lines without line ends; ConfigError for one that is not UTF-8 or too long."""
     number = 0
     while line := file.readline(_LONGEST + 1):
         number += 1

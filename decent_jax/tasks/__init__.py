@@ -1,9 +1,9 @@
-"""Tasks: a model, its loss, its data and what a user does with it, behind one interface.
+"""Tasks: a model, its loss, its data and its commands, behind one interface.
 
 A task is a module with the members of `TaskModule`, whose ``make`` returns a `Task`. A module here
-needs a row in `TASKS`. One of your own needs nothing: ``config.task`` may be its path, such as
-``"mypackage.chess"`` or ``"chess"`` for a ``chess.py`` beside the config file, or a name that
-`register` gave it.
+needs a row in `TASKS`. Your own needs nothing: ``config.task`` may be its path, such as
+``"mypackage.chess"`` or ``"chess"`` for a ``chess.py`` next to the config file, or a name from
+`register`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TASKS: dict[str, Any] = {
 
 
 def register(name: str, module: Any) -> None:
-    """Makes ``config.task = name`` stand for ``module``, in this process.
+    """Registers ``module`` under ``config.task = name``, in this process.
 
     Args:
       name: for configs.
@@ -76,14 +76,14 @@ def _checked(module: Any, name: str) -> TaskModule:
 
 
 def check_iid(config: ConfigDict) -> None:
-    """Refuses a partition of data that have no labels."""
+    """Refuses a partition of data without labels."""
     if config.data.partition != "iid":
         why = f"must be 'iid' for {config.task}, whose records have no labels"
         raise ConfigError.about("data.partition", config.data.partition, why)
 
 
 def impossible_model(config: ConfigDict, error: ValueError) -> ConfigError:
-    """The refusal of a model's shape; the sentence of ``error`` begins with a field's name."""
+    """The refusal of a model's shape; the message of ``error`` starts with a field's name."""
     name = str(error).partition(" ")[0].rstrip(",")
     return ConfigError(f"model.{error}", field=f"model.{name}", value=config.model.get(name))
 
@@ -91,11 +91,11 @@ def impossible_model(config: ConfigDict, error: ValueError) -> ConfigError:
 class TaskModule(Protocol):
     """A module that defines a task.
 
-    It may also define what the commands call with a `TrainedRun`: ``load(run)`` returns the trained
-    model with all that is needed to use it; ``export(run, out)`` writes the model to the file
-    ``out`` and returns the text of the ``config.json`` beside it; ``sample(run, ...)`` returns what
-    `decent-jax sample` prints; ``translator(run, beam)`` returns a function that translates a list
-    of sentences. The planner calls ``count_parameters(config)``.
+    It may also define functions that the commands call with a `TrainedRun`: ``load(run)`` returns
+    the trained model with everything needed to use it; ``export(run, out)`` writes the model to the
+    file ``out`` and returns the text of its ``config.json``; ``sample(run, ...)`` returns the
+    output of `decent-jax sample`; ``translator(run, beam)`` returns a function that translates a
+    list of sentences. The planner calls ``count_parameters(config)``.
     """
 
     FIELDS: Mapping[str, Field]  # its part of the config: "model.NAME" and "data.NAME"
@@ -109,29 +109,29 @@ class TaskModule(Protocol):
 
 
 class Task(Protocol):
-    """What the trainer asks of a task. Everything is about one replica and knows no axis.
+    """The trainer's interface to a task, written for one replica, without a replica axis.
 
-    A subclass of it has the defaults. A task may have more functions: ``measure(block)`` returns
+    Subclasses inherit the defaults. A task may have more functions: ``measure(block)`` returns
     numbers about a batch ``(L, B, ...)`` on the host, the rows of the L replicas of this process;
-    metrics.jsonl has the means of those of process 0, which stand for the others.
-    ``score(params)`` returns scores of the consensus model (host arrays) and is called at every
-    evaluation by every process; ``test(params)`` returns those of the last one, ``test`` in
-    summary.json, and may take minutes.
+    metrics.jsonl has their means in process 0, as a sample. ``score(params)`` returns scores of the
+    consensus model (host arrays) and is called at every evaluation by every process;
+    ``test(params)`` returns those of the final model, ``test`` in summary.json, and may take
+    minutes.
     """
 
-    unit: str  # what throughput is counted in: "tokens" or "examples"
+    unit: str  # unit of throughput: "tokens" or "examples"
     units_per_example: float
     flops_per_example: float  # model FLOPs, forward and backward
     train_source: Any  # records by index, see decent_jax.data.loader
     eval_source: Any
-    mixes_state: bool = False  # whether every round mixes model_state, as it mixes parameters
+    mixes_state: bool = False  # whether every round mixes model_state, like the parameters
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Draws (params, model_state); jittable."""
         ...
 
     def load_params(self) -> Any | None:
-        """Parameters to begin from (host arrays), or None to draw them with ``init``."""
+        """Parameters to start from (host arrays), or None to draw them with ``init``."""
         return None
 
     def loss(
@@ -147,24 +147,24 @@ class Task(Protocol):
         ...
 
     def decay_mask(self, params: Any) -> Any:
-        """True for parameters that weight decay applies to; by default matrices."""
+        """The weight-decay mask: by default, True for matrices."""
         from decent_jax.models import pieces  # flax, which not every command needs
 
         return pieces.decay_mask(params)
 
     def summary(self) -> dict:
-        """What summary.json says about the data and the model."""
+        """Entries of summary.json about the data and the model."""
         ...
 
     def demonstrate(self, params: Any, model_state: Any) -> str:
-        """Something to look at when training has ended."""
+        """Text to show after training, such as a sample."""
         ...
 
 
 class RecomputesState(Protocol):
-    """A task may also have these, to compute the consensus model's state from training batches.
+    """Optional members that compute the consensus model's state from training batches.
 
-    Otherwise, or where ``recompute_batches`` is 0, it is the mean of the replicas' states.
+    Without them, or if ``recompute_batches`` is 0, it is the mean of the replicas' states.
     """
 
     recompute_batches: int
@@ -173,13 +173,13 @@ class RecomputesState(Protocol):
         """Moments of one batch, to be averaged over ``recompute_batches`` training batches."""
 
     def from_moments(self, moments: Any) -> Any:
-        """The ``model_state`` that belongs to such averages."""
+        """The ``model_state`` for such averages."""
 
 
 class TrainedRun(Protocol):
-    """A run that has been trained: what `decent_jax.train.saved_model.TrainedRun` gives a task.
+    """A trained run, as `decent_jax.train.saved_model.TrainedRun` passes it to a task.
 
-    Reading ``step``, ``params`` or ``model_state`` reads a checkpoint, and raises ConfigError where
+    Reading ``step``, ``params`` or ``model_state`` reads a checkpoint, and raises ConfigError if
     none is readable.
     """
 
@@ -198,7 +198,7 @@ class TrainedRun(Protocol):
 
     @property
     def model_state(self) -> Any:
-        """The mean of the replicas' states, likewise."""
+        """The mean of the replicas' states, as host arrays."""
 
     def evaluated_state(self, task: Task) -> Any:
-        """The state that training evaluated the model with; see `RecomputesState`."""
+        """The state with which training evaluated the model; see `RecomputesState`."""

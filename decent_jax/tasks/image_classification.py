@@ -1,4 +1,4 @@
-"""Image classification with a ResNet, on photographs or on pictures made by a generator."""
+"""Image classification with a ResNet, on photographs or on generated pictures."""
 
 import dataclasses
 import functools
@@ -162,10 +162,10 @@ def eval_sizes(data: ConfigDict) -> tuple[int, int]:
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassification":
-    """Returns the task; draws the pictures, or looks for the files.
+    """Returns the task; generates the pictures, or finds the files.
 
     Raises:
-      DataError: what is wrong with the data, as one sentence.
+      DataError: the data cannot be used; one sentence.
     """
     data = config.data
     if data.path != GENERATED:
@@ -199,8 +199,8 @@ class ImageClassification(Task):
 
     Args:
       config: of the run.
-      train_source: such records by index, with ``class_names`` and ``labels``; or others, of
-        which its method ``augment`` makes such (see `decent_jax.data.loader`).
+      train_source: such records by index, with ``class_names`` and ``labels``; or others that its
+        method ``augment`` turns into such records (see `decent_jax.data.loader`).
       eval_source: such records, of the validation set.
     """
 
@@ -268,7 +268,7 @@ class ImageClassification(Task):
         }
 
     def demonstrate(self, params, model_state):
-        """A table of the images of each class that are recognised, and of the usual mistakes."""
+        """A table of the accuracy and the most frequent mistake of each class."""
         predict = jax.jit(
             lambda images: resnet.logits_of(
                 self.config, params, model_state, normalize(images)
@@ -301,14 +301,14 @@ def normalize(images: Any) -> Any:
 def augment(
     key: jax.Array, images: jax.Array, *, flip: bool, shift: int, border: str = "zeros"
 ) -> jax.Array:
-    """Mirrors every other image and moves each by up to ``shift`` pixels.
+    """Mirrors half of the images and shifts each by up to ``shift`` pixels.
 
     Args:
-      key: decides for each image.
-      images: ``(B, H, W, C)`` floats, normalised.
+      key: for the random choices.
+      images: ``(B, H, W, C)`` floats, normalized.
       flip: whether to mirror.
       shift: pixels, along both axes.
-      border: what is moved in: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels there.
+      border: fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels there.
 
     Returns:
       The same shape and dtype.
@@ -329,13 +329,13 @@ def augment(
 
 
 def logits_of_views(logits_of: Callable, images: jax.Array) -> jax.Array:
-    """Mean logits of an image, its mirror image, and both moved by a pixel, two ways.
+    """Mean logits of an image, its mirror image, and both shifted by a pixel in two directions.
 
-    Those that are not moved have half of the weight (Jordan, 2024).
+    The unshifted ones have half of the weight (Jordan, 2024).
 
     Args:
       logits_of: ``(B, H, W, C)`` to ``(B, K)``.
-      images: normalised.
+      images: normalized.
     """
     _, height, width, _ = images.shape
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
@@ -348,10 +348,10 @@ def logits_of_views(logits_of: Callable, images: jax.Array) -> jax.Array:
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The number of classes that rank before the label: 0 where it is first.
+    """The number of classes that rank before the label: 0 if the label is first.
 
-    Of equal logits the one with the lower index comes first, as for ``argmax``, and a label whose
-    logit is not a number comes last.
+    Among equal logits the lower index comes first, as for ``argmax``, and a label whose logit is
+    NaN comes last.
 
     Args:
       logits: ``(B, C)``.
@@ -367,7 +367,7 @@ def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _unless_not_finite(new, old):
-    """``new``, or all of ``old`` if a number of ``new`` is not finite, since it would stay so."""
+    """``new``, or all of ``old`` if a number of ``new`` is not finite, which would persist."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
@@ -379,7 +379,7 @@ class TrainedClassifier(NamedTuple):
     """What `load` returns."""
 
     params: Any  # nested dict of float32 host arrays, no replica dimension
-    statistics: Any  # of batch norm, likewise; those the model was evaluated with
+    statistics: Any  # batch-norm statistics, likewise; those of the evaluation
     config: Config
     class_names: tuple[str, ...] | None  # None: the folder of images is not here
     step: int
@@ -388,8 +388,8 @@ class TrainedClassifier(NamedTuple):
 def load(run: TrainedRun) -> TrainedClassifier:
     """The consensus model of a run, as it was evaluated.
 
-    A run that recomputes its batch-norm statistics recomputes them here from the same training
-    batches, and so needs the images.
+    A run that recomputes its batch-norm statistics does so here from the same training batches,
+    and therefore needs the images.
 
     Raises:
       ConfigError: the images are needed and missing.
@@ -413,10 +413,10 @@ def load(run: TrainedRun) -> TrainedClassifier:
 
 
 def export(run: TrainedRun, out: Path) -> str:
-    """Writes the weights under torchvision's names; returns the ``config.json`` beside them."""
+    """Writes the weights under torchvision's names; returns their ``config.json``."""
     preset = run.config.model.preset
     if preset not in resnet.PRESETS:
-        why = "must be a ResNet's, whose weights have published names; use its checkpoint instead"
+        why = "must be a ResNet: only its weights have published names; use the checkpoint instead"
         raise ConfigError.about("model.preset", preset, why)
     model, data = load(run), run.config.data
     assert isinstance(model.config, resnet.ResNetConfig)
@@ -434,10 +434,10 @@ def export(run: TrainedRun, out: Path) -> str:
 
 
 def class_table(labels: np.ndarray, predicted: np.ndarray, names) -> str:
-    """A row per class, the least recognised first: images, share right, the usual mistake.
+    """A row per class, the lowest accuracy first: images, accuracy, most frequent mistake.
 
     Args:
-      labels: ``(N,)`` integers, the right classes.
+      labels: ``(N,)`` integers, the true classes.
       predicted: ``(N,)`` integers.
       names: of the classes.
     """

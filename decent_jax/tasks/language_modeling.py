@@ -136,7 +136,7 @@ def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
     For the planner, which opens no data.
 
     Raises:
-      ConfigError: the vocabulary's size is known only from the data.
+      ConfigError: the vocabulary size is known only from the data.
     """
     if not config.model.vocab_size and config.data.path != STDLIB:
         why = "comes from the data; give --parameters instead"
@@ -148,10 +148,10 @@ def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
-    """The task; builds the standard library's corpus in ``workdir`` where the config asks for it.
+    """The task; builds the corpus of the standard library in ``workdir`` if the config names it.
 
     Raises:
-      DataError: what is wrong with the data, as one sentence.
+      DataError: the data cannot be used; one sentence.
     """
     folder = _data_folder(config, workdir)
     if config.data.path == STDLIB:
@@ -160,7 +160,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageMode
     task = LanguageModeling(config, folder)
     if task.init_from and not (Path(workdir) / "checkpoints").exists():
         with announce(f"reading {task.init_from}"):
-            task.load_params()  # a file that is damaged is refused before the run begins
+            task.load_params()  # a damaged file is refused before the run starts
     return task
 
 
@@ -188,7 +188,7 @@ class LanguageModeling(Task):
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
         if self.tokenizer is not None:
-            self.tokenizer.encode(self.prompt)  # or refused now and not after the last step
+            self.tokenizer.encode(self.prompt)  # refused now, not after the last step
 
     def init(self, key):
         return decoders.init(self.config, key), {}
@@ -198,9 +198,9 @@ class LanguageModeling(Task):
             return None
         try:
             return weights.load_decoder(self.init_from, self.config)
-        except Exception as error:  # safetensors has kinds of its own
+        except Exception as error:  # safetensors has its own exception types
             why = f"{self.init_from} cannot be read ({short(error)})"
-            if type(error) in (ValueError, DataError):  # a sentence, which ends with what to do
+            if type(error) in (ValueError, DataError):  # a sentence that ends with the remedy
                 why = str(error)
             raise DataError(f"model.init_from: {why}") from None
 
@@ -244,7 +244,7 @@ class TrainedDecoder(NamedTuple):
 
 
 def load(run: TrainedRun) -> TrainedDecoder:
-    """The consensus model of a run; raises DataError where its token folder is gone."""
+    """The consensus model of a run; raises DataError if its token folder is missing."""
     return _saved(run, *_described(run))
 
 
@@ -270,7 +270,7 @@ def _saved(
 
 
 def export(run: TrainedRun, out: Path) -> str:
-    """Writes the weights as published, and the tokenizer where `transformers` has it.
+    """Writes the weights under published names, and the tokenizer if `transformers` supports it.
 
     Returns the ``config.json`` that `transformers` reads.
     """
@@ -282,7 +282,7 @@ def export(run: TrainedRun, out: Path) -> str:
         end = model.tokenizer.end_of_text
         ends = {"bos_token_id": end, "eos_token_id": end}
         about |= ends
-        # Without a token to pad with, `generate` of `transformers` warns.
+        # Without a padding token, `generate` of `transformers` warns.
         generation = json.dumps({**ends, "pad_token_id": end}, indent=2)
         out.with_name("generation_config.json").write_text(generation + "\n")
         for name, content in model.tokenizer.hf_files().items():
@@ -335,13 +335,13 @@ def _continue(
         temperature,
         top_k,
     )
-    # A padded vocabulary has ids without a token, and an untrained model may draw them.
+    # A padded vocabulary has ids without a token, which an untrained model may draw.
     rows = np.asarray(drawn)[:, 1:].tolist()
     return [tokenizer.decode([i for i in row if i < tokenizer.vocab_size]) for row in rows]
 
 
 def _check_memory(config: decoders.Config, tokens: int, samples: int) -> None:
-    """Raises ConfigError where this machine cannot hold the samples, their keys and values."""
+    """Raises ConfigError if this machine cannot hold the samples with their keys and values."""
     width = config.kv_heads * config.width // config.heads
     cache = 2 * config.layers * width * min(tokens, config.context)
     item = jnp.dtype(config.dtype).itemsize
@@ -373,7 +373,7 @@ def _manifest(folder: Path) -> dict:
 
 
 def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
-    """The manifest's; None for a folder of nanoGPT's, which names none."""
+    """The manifest's tokenizer; None for a folder of nanoGPT, which names none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(
@@ -385,7 +385,7 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
 
 
 def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: ConfigDict) -> int:
-    """Of the tokenizer, of nanoGPT's meta.pkl, or of the config; DataError for none of them."""
+    """From the tokenizer, nanoGPT's meta.pkl, or the config; DataError if none has it."""
     if tokenizer is not None:
         return tokenizer.vocab_size
     if size := token_folder.vocabulary_of(folder) or config.model.vocab_size:

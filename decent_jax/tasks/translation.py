@@ -100,10 +100,10 @@ def model_config(config: ConfigDict, vocab_size: int) -> transformer.Transformer
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation":
-    """Returns the task; builds the corpus of numbers in ``workdir`` where the config names it.
+    """Returns the task; builds the corpus of numbers in ``workdir`` if the config names it.
 
     Raises:
-      DataError: what is wrong with the data, as one sentence.
+      DataError: the data cannot be used; one sentence.
     """
     folder = Path(config.data.path)
     if config.data.path == NUMBERS:
@@ -117,7 +117,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation"
 
 
 def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
-    """Training and validation pairs; DataError also where the test at the end would fail."""
+    """Training and validation pairs; DataError also if the final test would fail."""
     train, val = TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
     splits = {"train": train, "val": val}
     for name in train.manifest["splits"]:
@@ -127,7 +127,7 @@ def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
 
 
 def _check_batch(config: ConfigDict, train: TranslationPairs) -> None:
-    """DataError where a batch is less than a pair of average length for every replica."""
+    """DataError if a batch has less than one pair of average length per replica."""
     side = (float(train.lengths.mean(dtype=np.float64)) * 2 + 1) / 2
     if config.batch_size < config.num_replicas * side:
         raise DataError(
@@ -137,7 +137,7 @@ def _check_batch(config: ConfigDict, train: TranslationPairs) -> None:
 
 
 def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
-    """Copies the vocabulary into a new run; DataError where a resumed run has another one."""
+    """Copies the vocabulary into a new run; DataError if a resumed run has a different one."""
     if not (workdir / subwords.FILE).exists():
         vocabulary.save(workdir)
     elif subwords.load(workdir).sha256 != vocabulary.sha256:
@@ -148,7 +148,7 @@ def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
 
 
 class Translation(Task):
-    """See `decent_jax.tasks.Task`; losses are nats per target token, the end counted.
+    """See `decent_jax.tasks.Task`; losses are nats per target token, including the end token.
 
     A batch is ``{"source": int32 (B, S), "target": int32 (B, T), "share": float32 (B,)}``, padded
     with 0; ``share`` is the weight of each token of the row in the loss, 0 for an empty row.
@@ -201,7 +201,7 @@ class Translation(Task):
         return {name: (x * real).sum() for name, x in sums.items()} | {"count": real.sum()}
 
     def measure(self, block):
-        """``data/padding_fraction``, of sources and targets as the model reads them."""
+        """``data/padding_fraction`` of the sources and targets in a batch."""
         sides = block["source"], block["target"][..., 1:]
         places = sum(side.size for side in sides)
         return {"data/padding_fraction": 1 - sum(np.count_nonzero(s) for s in sides) / places}
@@ -228,7 +228,7 @@ class Translation(Task):
         }
 
     def test(self, params):
-        """Scores of the test set, or of the validation set where there is no other."""
+        """Scores of the test set, or of the validation set if there is no test set."""
         pairs = self._test_pairs()
         sources, references = (pairs.sentences(side) for side in (0, 1))
         translations = self.translator(jax.device_put(params), sources, progress=True)
@@ -270,7 +270,7 @@ class TrainedTranslator(NamedTuple):
 
 
 def load(run: TrainedRun) -> TrainedTranslator:
-    """The consensus model of a run; raises DataError where its vocabulary cannot be read."""
+    """The consensus model of a run; raises DataError if its vocabulary cannot be read."""
     vocabulary = subwords.load(run.workdir)
     config = model_config(run.config, vocabulary.size)
     return TrainedTranslator(run.params, config, vocabulary, run.step)
@@ -314,7 +314,7 @@ class BucketedPairs:
 
     Args:
       pairs: of a split.
-      shapes: of batches, at most.
+      shapes: the maximum number of batch shapes.
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int):
@@ -325,7 +325,7 @@ class BucketedPairs:
 
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "TrainBlocks":
-        """Training batches: shuffled, without end."""
+        """Training batches: shuffled, endless."""
         return TrainBlocks(
             self.pairs, tokens=tokens, num_replicas=num_replicas, seed=seed, shapes=self.shapes
         )
@@ -345,8 +345,8 @@ class BucketedPairs:
 class TrainBlocks(PairBlocks):
     """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``.
 
-    A replica's loss is its sum over real target tokens divided by the mean of their number over
-    replicas, so that each token of a step weighs the same.
+    A replica's loss is its sum over real target tokens divided by their mean number per replica,
+    so each token of a step has the same weight.
     """
 
     def block(self, step: int, replica: int) -> dict[str, np.ndarray]:
@@ -354,6 +354,6 @@ class TrainBlocks(PairBlocks):
         block, replicas = super().block(step, replica), self.batches.num_replicas
         rows = np.concatenate([self.indices(step, r) for r in range(replicas)])
         rows = rows[rows >= 0]
-        tokens = self.pairs.lengths[rows, 1].sum(dtype=np.int64) + len(rows)  # the end counted
+        tokens = self.pairs.lengths[rows, 1].sum(dtype=np.int64) + len(rows)  # with end tokens
         block["share"] = block.pop("weight") / np.float32(max(tokens / replicas, 1))
         return block

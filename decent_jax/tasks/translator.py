@@ -42,7 +42,7 @@ class Translator:
     Args:
       config: of the model.
       vocabulary: of source and target.
-      beam: hypotheses kept; 1 is greedy.
+      beam: hypotheses to keep; 1 is greedy.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Translator:
     def __call__(
         self, params: transformer.Params, sentences: Sequence[str], *, progress: bool = False
     ) -> list[str]:
-        """The best translation of each sentence, "" of an empty one.
+        """The best translation of each sentence, "" for an empty one.
 
         Raises:
           ConfigError: a sentence has more than `LONGEST` subwords.
@@ -71,7 +71,7 @@ class Translator:
                     f"{LONGEST}; split it"
                 )
         lengths, result = list(map(len, ids)), [""] * len(ids)
-        # The longest first, so that the remaining time the bar shows falls and does not rise.
+        # The longest first, so that the displayed remaining time falls and does not rise.
         order = sorted((i for i, n in enumerate(lengths) if n), key=lengths.__getitem__)[::-1]
         with progress_bar(len(order), progress, desc="translating", unit=" sentences") as bar:
             for start in range(0, len(order), _BATCH):
@@ -93,10 +93,10 @@ def _width(tokens: int) -> int:
 
 @functools.cache
 def bleu_of(language: str) -> Any:
-    """sacreBLEU's metric with its own choice of a tokenizer for a target language.
+    """sacreBLEU's metric with its choice of tokenizer for a target language.
 
-    Characters where words have no spaces between them and sacreBLEU chooses nothing: its `13a`
-    would take a sentence for a word.
+    For languages without spaces between words for which sacreBLEU has no tokenizer, characters:
+    its `13a` would treat a sentence as a word.
 
     Raises:
       DataError: the tokenizer of this language needs a package that is not installed.
@@ -106,13 +106,13 @@ def bleu_of(language: str) -> Any:
     code = _code(language)
     try:
         return BLEU(trg_lang=code, tokenize="char" if code in _WITHOUT_SPACES else None)
-    except (ImportError, RuntimeError) as error:  # MeCab of Japanese, of Korean
+    except (ImportError, RuntimeError) as error:  # MeCab for Japanese and Korean
         why = f"{short(error)} pip install 'sacrebleu[{code}]'"
         raise DataError(f"BLEU of {language!r} cannot be computed: {why}") from None
 
 
 def _code(language: str) -> str:
-    """The code of two letters that sacreBLEU knows: "zh" of "zh-CN", "zh_Hant" and "cmn".
+    """The two-letter code used by sacreBLEU: "zh" for "zh-CN", "zh_Hant" and "cmn".
 
     >>> _code("zh-CN"), _code("cmn_Hans"), _code("de_AT")
     ('zh', 'zh', 'de')
@@ -124,10 +124,10 @@ def _code(language: str) -> str:
 def bleu(
     translations: Sequence[str], references: Sequence[str], language: str
 ) -> tuple[float, str]:
-    """Corpus BLEU of detokenised text by sacreBLEU, 0 to 100, and its signature.
+    """Corpus BLEU of detokenized text by sacreBLEU, 0 to 100, and its signature.
 
-    References get the spelling of translations, `normalise`. Comparable with published numbers of
-    the same signature (Post, 2018, arXiv:1804.08771), but for quotes and dashes.
+    References are normalized like translations, by `normalise`. Comparable with published numbers
+    of the same signature (Post, 2018, arXiv:1804.08771), except for quotes and dashes.
     """
     metric = bleu_of(language)
     score = metric.corpus_score(list(translations), [list(map(normalise, references))]).score
@@ -137,12 +137,11 @@ def bleu(
 def meteor(
     translations: Sequence[str], references: Sequence[str], language: str
 ) -> tuple[float, str] | None:
-    """Mean METEOR by nltk, 0 to 1, and what counted as a match; nothing is downloaded.
+    """Mean METEOR by nltk, 0 to 1, and the kinds of matches; nothing is downloaded.
 
-    Of English: the same words, Porter's stems and WordNet's synonyms (Banerjee and Lavie, 2005);
-    None where nltk's WordNet is not on this machine, `python -m nltk.downloader wordnet` puts it
-    there. Of another language: the same words and, where Snowball has them, stems. Words are those
-    of `bleu`.
+    English matches equal words, Porter stems and WordNet synonyms (Banerjee and Lavie, 2005). The
+    result is None if nltk's WordNet is not installed (`python -m nltk.downloader wordnet`). Other
+    languages match equal words and, if Snowball supports them, stems. Words are those of `bleu`.
     """
     from nltk import stem
     from nltk.corpus import wordnet

@@ -1,6 +1,6 @@
-"""The algorithm of a config as an optax transformation, and what it costs.
+"""The algorithm of a config as an optax transformation, and its cost.
 
-``optimizer.name`` is one of the project's own, or any by its dotted name, with arguments:
+``optimizer.name`` is one of the project's own, or any optimizer by its dotted name with arguments:
 ``"optax.contrib.muon(beta=0.9)"``.
 """
 
@@ -24,7 +24,7 @@ from decent_jax.ground.format import format_bytes, shown
 from decent_jax.optim import METHODS, MethodSpec, Parts
 from decent_jax.topology import Schedule, make
 
-# First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
+# First or last path components of arrays that Muon leaves to Adam: embeddings and output layers.
 NOT_HIDDEN = {"embedding", "lm_head", "fc"}
 
 
@@ -38,7 +38,7 @@ def transformation(
     """The transformation of one replica.
 
     Raises:
-      ConfigError: a pairing that cannot be, in one sentence that names both sides.
+      ConfigError: an impossible combination; one sentence that names both parts.
     """
     method = METHODS[config.algorithm]
     try:
@@ -54,7 +54,7 @@ def parts(
     decay_mask: Any = None,
     axis_name: AxisName = "replica",
 ) -> Parts:
-    """What the config gives to its method; a method's numbers are those of its section."""
+    """The arguments that the config passes to its method; the numbers come from its section."""
     method = METHODS[config.algorithm]
     clip, decay = _gradient_steps(config, decay_mask)
     if method.own_momentum and config.optimizer.decoupled and config.optimizer.weight_decay:
@@ -101,9 +101,9 @@ def numbers_of(config: ConfigDict, method: MethodSpec) -> dict[str, Any]:
 
 
 def optimizer_name(config: ConfigDict) -> str:
-    """The local optimizer: ``optimizer.name``, or where it is empty the algorithm's first.
+    """The local optimizer: ``optimizer.name``, or if it is empty the algorithm's first.
 
-    Methods that differ from others in more than the optimizer take any that has a dotted name.
+    Methods that differ from others in more than the optimizer accept any dotted name.
     """
     method, name = METHODS[config.algorithm], config.optimizer.name
     allowed = method.optimizers
@@ -127,11 +127,11 @@ def check_optimizer(config: ConfigDict, rate: optax.Schedule, params: Any) -> No
 
     Args:
       config, rate: of the run.
-      params: shapes of one replica's.
+      params: shapes of one replica's parameters.
 
     Raises:
-      ConfigError: it does not, in the words of whoever wrote it; or it is evaluated at other
-        parameters than those it trains.
+      ConfigError: it does not, with its own error message; or it is evaluated at parameters other
+        than those it trains.
     """
     name = optimizer_name(config)
     if not is_dotted(name):
@@ -162,10 +162,10 @@ def check_optimizer(config: ConfigDict, rate: optax.Schedule, params: Any) -> No
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one replica sends and keeps, in bytes."""
+    """Bytes that one replica sends and keeps."""
 
     sent_a_step: float  # by the busiest replica to all its neighbours, averaged over a period
-    sent_by_node: float  # by the busiest node to other nodes, likewise
+    sent_by_node: float  # by the busiest node to other nodes, averaged over a period
     state: int  # parameters, optimizer and method
     replicas_per_node: int
 
@@ -188,16 +188,16 @@ def cost(config: ConfigDict, schedule: Schedule, state: Any, replicas_per_node: 
 
 
 def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float]:
-    """What ``run.json`` says of the messages of a step, on average over a period.
+    """The entries of ``run.json`` about the messages of a step, averaged over a period.
 
     Args:
       cost: of the run.
       hosts: of each replica.
-      per_host: replicas on each of them; 1 where hosts hold different numbers.
+      per_host: replicas on each host; 1 if hosts hold different numbers.
 
     Returns:
       ``bytes_sent_per_step`` by the busiest replica; ``bytes_between_hosts_per_step`` by the
-      busiest host to other ones, left out where hosts hold different numbers of replicas.
+      busiest host to other hosts, omitted if hosts hold different numbers of replicas.
 
     >>> cost = Cost(sent_a_step=8, sent_by_node=3, state=100, replicas_per_node=2)
     >>> for hosts, per_host in ("aaaa", 4), ("abcd", 1), ("aabb", 2), ("aaab", 1):
@@ -215,7 +215,7 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
 
 
 def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
-    """What the algorithm sends and keeps, in one sentence for the start of a run.
+    """The cost of the algorithm, in one line for the start of a run.
 
     >>> from decent_jax import topology
     >>> config = ConfigDict({"algorithm": "swarm", "optimizer": {"name": ""}})
@@ -225,7 +225,7 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     sent, by_node, state = map(format_bytes, (cost.sent_a_step, cost.sent_by_node, cost.state))
     name = config.optimizer.name
     over = f" with {name}" if is_dotted(name) else ""
-    if schedule.num_replicas == 1:  # a peer's, too: what peers send is not part of a step
+    if schedule.num_replicas == 1:  # also for peers, whose messages are not part of a step
         return f"{config.algorithm}{over}: a replica keeps {state} of parameters and optimizer"
     if config.algorithm != "all_reduce":
         over += f" over {schedule.name}"
@@ -257,11 +257,11 @@ def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mas
 
 
 def hidden_matrices(params: Any) -> Any:
-    """Which arrays Muon orthogonalises, and along which axes; None: Adam updates them.
+    """Which arrays Muon orthogonalizes, and along which axes; None: Adam updates them.
 
-    These are the matrices of hidden layers, and kernels of convolutions (height, width, in, out) as
+    These are the matrices of hidden layers, and convolution kernels (height, width, in, out) as
     matrices (height width in, out). As Jordan et al. 2024 recommend, embeddings and output layers
-    stay with Adam; they are known by their names, `NOT_HIDDEN`.
+    stay with Adam; they are identified by name, `NOT_HIDDEN`.
     """
     axes = {2: ((0,), (1,)), 4: ((0, 1, 2), (3,))}
 
@@ -277,8 +277,8 @@ def hidden_matrices(params: Any) -> Any:
 def _muon(chosen: ConfigDict) -> optax.GradientTransformation:
     """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size.
 
-    Both with Nesterov's look-ahead: `optax.contrib.muon` hands it on to its Adam (`optax.nadam`),
-    where Jordan et al. 2024 have plain Adam.
+    Both with Nesterov momentum: `optax.contrib.muon` passes it on to its Adam (`optax.nadam`),
+    where Jordan et al. 2024 use plain Adam.
     """
     return optax.contrib.muon(
         -1.0,  # the learning rate and its sign, and weight decay, follow
@@ -292,7 +292,7 @@ def _muon(chosen: ConfigDict) -> optax.GradientTransformation:
 
 
 def _gradient_steps(config: ConfigDict, decay_mask: Any):
-    """(clipping, weight decay), each the identity where the config has none."""
+    """(clipping, weight decay), each the identity if the config has none."""
     norm, decay = config.optimizer.clip_norm, config.optimizer.weight_decay
     return (
         optax.clip_by_global_norm(norm) if norm else optax.identity(),
@@ -339,11 +339,11 @@ def named_optimizer(
     Args:
       text: see `parse`; the function takes ``learning_rate``.
       rate: the run's learning rate.
-      weight_decay: decoupled; given to the function if it takes ``weight_decay``.
-      decay_mask: of the parameters that decay, where the function takes a mask.
+      weight_decay: decoupled; passed on if the function takes ``weight_decay``.
+      decay_mask: of the parameters that decay, if the function takes a mask.
 
     Raises:
-      ValueError: there is no such function, or it does not take these arguments.
+      ValueError: there is no such function, or it does not accept these arguments.
     """
     path, given = parse(text)
     factory = _find(path)

@@ -1,10 +1,10 @@
-"""The checkpoints of a run: how they are written, kept, lost and found again.
+"""The checkpoints of a run on disk: writing, retention, validation and restoring.
 
-``checkpoints/STEP`` and ``best/STEP`` appear by a rename once all that is in them is on the disk.
+``checkpoints/STEP`` and ``best/STEP`` appear by a rename once their contents are on disk.
 They hold one folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
 `decent_jax.train.checkpoint_arrays`) and ``meta.json``: step, replicas, config, position, the
-identity of the run, and a checksum of every array. A name that begins with a dot belongs to no
-checkpoint: it is being written, or removed, and the next start of the run clears it away.
+identity of the run, and a checksum of every array. A name that starts with a dot is not a
+checkpoint: it is being written or removed, and the next start of the run deletes it.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
 class Saver:
-    """Saves checkpoints, and what they must know; a context that waits until all are written.
+    """Saves checkpoints with their metadata; a context that waits until all are written.
 
     Attributes:
       checkpoints: on disk.
@@ -71,10 +71,10 @@ class Saver:
         return facts_of(self._experiment.config, self._experiment.task)
 
     def restored(self, meta: dict[str, Any]) -> None:
-        """Continue from the checkpoint that has this ``meta``.
+        """Continue from the checkpoint with this ``meta``.
 
         Raises:
-          ConfigError: the data are not those that it was trained on.
+          ConfigError: the data are not those of its training.
         """
         before = meta.get("data", self._data)
         for name in before.keys() & self._data.keys():
@@ -89,12 +89,12 @@ class Saver:
         self.seconds, self.best = meta["seconds"], meta["best"]
         self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
         if not all(watch.gather(drop_best_after(self.checkpoints.workdir, meta["step"]))):
-            self.best = math.inf  # for all processes, which save the next best one together
+            self.best = math.inf  # in all processes, which save the next best model together
 
     def meta(self, done: int, seconds: float, row: Any = None) -> dict[str, Any]:
-        """What is kept beside the state after ``done`` steps and ``seconds`` of training.
+        """The metadata saved with the state after ``done`` steps and ``seconds`` of training.
 
-        ``row`` is the row of metrics that has begun, see `decent_jax.train.metrics.Report.begun`.
+        ``row`` is the unfinished row of metrics, see `decent_jax.train.metrics.Report.begun`.
         """
         config = self._experiment.config
         return {
@@ -132,15 +132,15 @@ class Saver:
         return self
 
     def __exit__(self, exc_type: type | None, *_) -> None:
-        # After an error, a second one from closing must not hide it.
+        # After an error, closing must not hide it with a second one.
         with contextlib.suppress(*[CheckpointError] if exc_type else []):
             self.checkpoints.close()
 
 
 def check_there(path: Path) -> None:
-    """Raises CheckpointError where nothing can be written to the directory of a run.
+    """Raises CheckpointError if nothing can be written to the directory of a run.
 
-    If the directory was moved, orbax would make a new one. Without permission, orbax's threads
+    If the directory was moved, orbax would create a new one. Without permission, orbax's threads
     would keep the process alive for minutes after it has failed.
     """
     if not (path / LOCK).exists():
@@ -157,7 +157,7 @@ def check_there(path: Path) -> None:
 
 
 class Checkpointer:
-    """Saves and restores the state of a run in ``workdir``; all processes call it alike."""
+    """Saves and restores the state of a run in ``workdir``; all processes make the same calls."""
 
     def __init__(self, workdir: str | Path, keep: int):
         self.workdir, self._keep = Path(workdir).absolute(), keep
@@ -166,10 +166,10 @@ class Checkpointer:
         self._writer = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
-        self._saved = -1  # the last step; not asked of the disk, where processes see it change
+        self._saved = -1  # the last step; on disk, processes may see different ones
 
     def steps(self) -> list[int]:
-        """Steps with a finished checkpoint that all processes see, the oldest first."""
+        """Steps with a finished checkpoint visible to all processes, the oldest first."""
         return sorted(set.intersection(*map(set, watch.gather(steps(self.workdir / FOLDER)))))
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
@@ -179,25 +179,25 @@ class Checkpointer:
             self._save(self.workdir / FOLDER, step, arrays.tree_of(state), meta, self._keep)
 
     def save_best(self, step: int, params: Any, model_state: Any, meta: dict) -> None:
-        """Keep the consensus model (no replica dimension) as the best so far, likewise."""
+        """Save the consensus model (no replica dimension) as the best so far, in the background."""
         model = {"params": params, "model_state": model_state}
         self._save(self.workdir / BEST, step, model, meta, keep=1)
 
     def restore_newest(
         self, like: TrainState, placement: Placement, accum_steps: int, say=log.warning
     ) -> tuple[TrainState, dict] | None:
-        """The newest checkpoint that is whole, with its meta; None where there is none.
+        """The newest intact checkpoint, with its meta; None if there is no checkpoint.
 
         Args:
-          like: shapes and dtypes of the state (n, ...), as `jax.eval_shape` gives them.
-          placement: where it goes. A checkpoint of another number of replicas becomes the mean of
-            its replicas: parameters, moments and moving average; a window of accumulated
-            gradients that had begun is dropped.
+          like: shapes and dtypes of the state (n, ...), from `jax.eval_shape`.
+          placement: of the result. A checkpoint with another number of replicas becomes the mean
+            of its replicas: parameters, moments and moving average; a partial window of
+            accumulated gradients is dropped.
           accum_steps: the window of accumulated Adam.
-          say: called with a sentence for everything the user should know.
+          say: called with each message for the user.
 
         Raises:
-          CheckpointError: there are checkpoints, and none can be read.
+          CheckpointError: there are checkpoints, but none can be read.
         """
         found = first_whole(
             self.workdir / FOLDER,
@@ -212,19 +212,19 @@ class Checkpointer:
         return found
 
     def check(self) -> None:
-        """Raises CheckpointError where the last checkpoint could not be written."""
+        """Raises CheckpointError if the last checkpoint could not be written."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until everything saved so far is on disk; CheckpointError where it is not."""
+        """Wait until everything saved so far is on disk; CheckpointError if that fails."""
         writing, self._writing = self._writing, None
         if writing is not None:
             with _writing(self.workdir):
                 writing.result()
 
     def close(self) -> None:
-        """As `wait`; and end the threads."""
+        """As `wait`; also stops the threads."""
         try:
             self.wait()
         finally:
@@ -246,7 +246,7 @@ class Checkpointer:
 
 
 def change_of(before: int, now: int) -> str:
-    """What `change_replicas` does, for the log."""
+    """A message about `change_replicas` for the log."""
     return (
         f"the checkpoint has {before} replicas and this run {now}: every replica continues from "
         "the mean of the old ones (parameters and moments); an unfinished window of gradients is "
@@ -275,12 +275,12 @@ def draft_of(folder: Path, step: int) -> Path:
 
 
 def finish(draft: Path, meta: dict[str, Any], keep: int) -> None:
-    """Make a checkpoint of a draft whose parts are on the disk; keep the newest ``keep``.
+    """Turn a draft whose parts are on disk into a checkpoint; keep the newest ``keep``.
 
     Args:
       draft: see `draft_of`.
-      meta: its entries, with the step and, under "checksums", those of each part.
-      keep: how many of its folder.
+      meta: its entries, with the step and the checksums of each part under "checksums".
+      keep: number of checkpoints to keep in its folder.
     """
     meta = meta | {"run": run_of(draft.parent.parent, make=True)}
     text = json.dumps(meta | {"checksum": _checksum_of_meta(meta)}, indent=1)
@@ -288,14 +288,14 @@ def finish(draft: Path, meta: dict[str, Any], keep: int) -> None:
     final = draft.with_name(str(meta["step"]))
     remove(final)
     os.replace(draft, final)
-    there = steps(draft.parent)  # those of later steps are of a session that was killed
+    there = steps(draft.parent)  # those of later steps are from a killed session
     kept = [step for step in there if step <= meta["step"]][-keep:]
     for step in [step for step in there if step not in kept]:
         remove(draft.with_name(str(step)))
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, of which nobody reads a half."""
+    """Remove a checkpoint atomically (rename, then delete)."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(hidden, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
@@ -304,14 +304,14 @@ def remove(checkpoint: Path) -> None:
 
 
 def clear(workdir: Path) -> None:
-    """Remove what a session that was killed had not finished."""
+    """Remove the unfinished files of a killed session."""
     for path in [path for name in (FOLDER, BEST) for path in (workdir / name).glob(".*")]:
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def drop_best_after(workdir: Path, step: int) -> bool:
-    """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
+    """Remove best models from steps that a resumed run has yet to reach; whether one is left."""
     found = steps(workdir / BEST)
     for later in [s for s in found if s > step]:
         if jax.process_index() == 0:
@@ -329,7 +329,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def what_next(workdir: Path) -> str:
-    """Words about what the same command would do, after a failure."""
+    """A description of what the same command would do after a failure."""
     there = steps(workdir / FOLDER)
     if there:
         return f"the same command goes on from the checkpoint of step {there[-1]}"
@@ -337,7 +337,7 @@ def what_next(workdir: Path) -> str:
 
 
 def run_of(workdir: Path, make: bool = False) -> str | None:
-    """The identity of the run in a folder; None where nobody has made one."""
+    """The identity of the run in a folder; None if it has none."""
     path = workdir / FOLDER / _RUN
     try:
         return str(read_json(path)["id"])
@@ -354,7 +354,7 @@ def read_meta(checkpoint: Path, run: str | None = None) -> dict[str, Any]:
     """The meta of one checkpoint.
 
     Raises:
-      OSError, DataError, ValueError: it cannot be read; it is damaged, or of another step or
+      OSError, DataError, ValueError: it cannot be read, is damaged, or belongs to another step or
         another ``run``.
     """
     meta = read_json(checkpoint / META)
@@ -373,18 +373,18 @@ def first_whole(
     say: Callable[[str], object],
     among: Collection[int] | None = None,
 ) -> tuple[Any, dict] | None:
-    """What ``read`` makes of the newest checkpoint that it can read, and its meta; None: none.
+    """The result of ``read`` for the newest readable checkpoint, and its meta; None: none.
 
-    All processes of a run call it together, and take the same one.
+    All processes of a run call it together and choose the same checkpoint.
 
     Args:
       folder: ``checkpoints`` or ``best`` of a run.
-      read: of the folder of a checkpoint and its meta.
-      say: called with a sentence about each that is damaged.
-      among: the steps that will do; None: all.
+      read: takes the folder of a checkpoint and its meta.
+      say: called with a message about each damaged checkpoint.
+      among: acceptable steps; None: all.
 
     Raises:
-      CheckpointError: it can read none of those that are there.
+      CheckpointError: there are checkpoints, but none can be read.
     """
     failures, run = [], run_of(folder.parent)
     for step in [s for s in reversed(steps(folder)) if among is None or s in among]:
@@ -394,7 +394,7 @@ def first_whole(
                 meta = read_meta(folder / str(step), run)
             except (OSError, DataError, ValueError, LookupError) as error:
                 failure = error
-            if cluster.any_process(failure is not None):  # the others would restore another one
+            if cluster.any_process(failure is not None):  # the others would restore a different one
                 raise failure or ValueError("another process could not read it")
             return read(folder / str(step), meta), meta
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -411,11 +411,11 @@ def _checksum_of_meta(meta: dict) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """The cause of an error of orbax, in short."""
-    while error.__cause__ is not None:  # orbax and tensorstore say it in several layers
+    """The cause of an orbax error, in short."""
+    while error.__cause__ is not None:  # orbax and tensorstore nest it in several layers
         error = error.__cause__
     text = (str(error).splitlines() or [""])[0]
-    text = text.partition(" [tensorstore_spec=")[0]  # a page of JSON behind the cause
+    text = text.partition(" [tensorstore_spec=")[0]  # a page of JSON follows the cause
     text = f"{text[:90]} ... {text[-90:]}" if len(text) > 185 else text  # the cause is at the end
     ours = isinstance(error, (CheckpointError, DataError))
     return text if ours or type(error) is ValueError else f"{type(error).__name__}: {text}"

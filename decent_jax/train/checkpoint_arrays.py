@@ -1,9 +1,9 @@
-"""The arrays of a training state as they lie on the disk, written and read by orbax, verified.
+"""The arrays of a training state on disk, written and read by orbax, verified by checksums.
 
 A part of a checkpoint is one tree: ``params`` and ``model_state`` as the task nests them,
-``weights`` (how much each replica counts in the consensus model; None: alike), and ``rest``, the
-optimizer's state, by its paths. `checksums` of a part are taken before it
-is written; everything here that reads arrays compares them.
+``weights`` (of the replicas in the consensus model; None: equal), and ``rest``, the optimizer's
+state, by its paths. The `checksums` of a part are computed before it is written, and verified
+whenever arrays are read.
 """
 
 from collections.abc import Collection
@@ -31,16 +31,16 @@ def tree_of(state: TrainState) -> dict[str, Any]:
         "params": state.params,
         "model_state": state.model_state,
         "weights": optim.consensus_weights(state.opt_state),
-        # Empty arrays, such as GaLore's projector of a bias, have nothing that orbax could write.
+        # Empty arrays, such as GaLore's projector of a bias, have nothing for orbax to write.
         "rest": {_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(rest) if x.size},
     }
 
 
 def check(state: Any) -> None:
-    """Raises ConfigError where a checkpoint cannot hold a state, of arrays or shapes.
+    """Raises ConfigError if a checkpoint cannot hold a state, of arrays or shapes.
 
-    Each array needs a name of its own, which joins the keys of its path by dots, and parameters
-    and ``model_state`` at least one element.
+    Each array needs a unique name, which joins the keys of its path with dots; parameters
+    and ``model_state`` need at least one element.
     """
     places: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -70,17 +70,16 @@ def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: Any) -
 def restore(
     checkpoint: Path, meta: dict, like: TrainState, placement: Placement, accum_steps: int
 ) -> TrainState:
-    """The state that a run goes on from, of each array from the first part that has it.
+    """The state from which a run resumes; each array comes from the first part that has it.
 
     Args:
       checkpoint: its folder.
       meta: its meta.
-      like: see `decent_jax.train.checkpoint.Checkpointer.restore_newest`; of a stage, its own.
-      placement: likewise.
-      accum_steps: likewise.
+      like, placement, accum_steps: see `decent_jax.train.checkpoint.Checkpointer.restore_newest`;
+        for a stage, its own.
 
     Raises:
-      Exception: it cannot be read, in this process or another one; of many kinds.
+      Exception: of many types, if it cannot be read in this process or another one.
     """
     n_old = meta["num_replicas"]
     whole = n_old % placement.mesh.shape["replica"] == 0
@@ -95,7 +94,7 @@ def restore(
     places: dict[str, str] = {}  # {name of an array: the first part that has it}
     for part, sums in parts.items():
         places |= {name: part for name in sums if name in shapes and name not in places}
-    is_other = STATE in parts and parts[STATE].keys() != shapes.keys()  # stages have each their own
+    is_other = STATE in parts and parts[STATE].keys() != shapes.keys()  # each stage has its own
     if is_other or places.keys() != shapes.keys():
         raise ValueError(
             "another optimizer, or another version of it, wrote it; take another --workdir"
@@ -107,7 +106,7 @@ def restore(
             found |= named(_restored(checkpoint / part, _only(wanted, names)))
     except Exception as error:  # orbax and tensorstore raise many kinds
         failure = error
-    if cluster.any_process(failure is not None):  # none may wait for the others
+    if cluster.any_process(failure is not None):  # no process may wait for the others
         raise failure or ValueError("another process could not read it")
     _verify(found, {name: parts[part][name] for name, part in places.items()})
     leaves = [found[name] for name in shapes]
@@ -118,7 +117,7 @@ def restore(
 
 
 def unstored(tree: dict[str, Any], like: TrainState) -> TrainState:
-    """The state whose `tree_of` this is; ``like`` has its structure."""
+    """The inverse of `tree_of`: the state, with the structure of ``like``."""
     paths, structure = jax.tree_util.tree_flatten_with_path(
         like._replace(params=None, model_state=None)
     )

@@ -1,4 +1,4 @@
-"""Evaluation of the consensus model; it changes no replica."""
+"""Evaluation of the consensus model; the replicas do not change."""
 
 import itertools
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,7 @@ class Evaluator:
     Args:
       config: of the run; ``eval`` and the batch size.
       task: model, loss and data.
-      placement: where the replicas live.
+      placement: of the replicas.
     """
 
     def __init__(self, config: ConfigDict, task: Task, placement: Placement):
@@ -44,7 +44,7 @@ class Evaluator:
             return jax.jit(body, out_shardings=placement.stacked)
 
         def total(f, rows):
-            # One row after the other: evaluation never needs more memory than one replica's batch.
+            # Row by row: evaluation never needs more memory than one replica's batch.
             return jax.tree.map(lambda x: x.sum(axis=0)[None], jax.lax.map(f, rows))
 
         def consensus_on_device(params, model_state, batch, weights):
@@ -85,7 +85,7 @@ class Evaluator:
         return Model(*self.mean((state.params, state.model_state), weights))
 
     def row(self, state: TrainState) -> tuple[dict[str, float], Model]:
-        """The ``eval/`` metrics of a step, and the mean of the replicas that they are of."""
+        """The ``eval/`` metrics of a step, and the consensus model to which they belong."""
         model = self.model(state)
         result = self.consensus(*model)
         if self._config.eval.replicas:
@@ -124,7 +124,7 @@ class Evaluator:
         return {name: float(value) for name, value in _averages(jax.device_get(total)).items()}
 
     def consensus_state(self, params: Any, model_state: Any) -> Any:
-        """The state to evaluate ``params`` with: ``model_state``, or what the task recomputes.
+        """The state with which to evaluate ``params``: ``model_state``, or a recomputed one.
 
         The task recomputes it on the same training batches at every evaluation.
         """
@@ -148,7 +148,7 @@ class Evaluator:
         return self._from_moments(total, float(rows))
 
     def _total(self, parts):
-        """The sum over the leading dimension of every part and over the parts."""
+        """The sum over the parts and over the leading dimension of each."""
         total = None
         for sums in parts:
             if total is None:

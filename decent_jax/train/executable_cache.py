@@ -2,7 +2,7 @@
 
 A process that a supervisor restarts needs the executables of its predecessor. They are stored with
 its in-memory checkpoints (`decent_jax.train.memory_checkpoints`) and removed with them. jax's own
-cache is not enough: it holds only what process 0 compiled, executables for CPUs belong to one
+cache is not enough: it holds only the executables of process 0, executables for CPUs belong to one
 process, and a lookup needs the traced program, which takes most of the time.
 
 An executable is used only while every source file that was loaded when it was compiled is
@@ -74,8 +74,8 @@ class ExecutableCache:
             draft.write_bytes(pickle.dumps((loaded(), serialize_executable.serialize(program))))
             draft.rename(path)
         except Exception:
-            # It calls Python, consists of executables that are cached themselves, or the memory is
-            # full: the next process compiles it.
+            # It calls Python, consists of separately cached executables, or the memory is full: the
+            # next process compiles it.
             draft.unlink(missing_ok=True)
         return program
 

@@ -1,4 +1,4 @@
-"""What a run is made of: everything that a config names, checked, and built once."""
+"""The parts of a run: everything that a config names, checked and built once."""
 
 import contextlib
 import itertools
@@ -57,10 +57,10 @@ def open_experiment(
     Args:
       config: of the run.
       workdir: its directory.
-      sharing: how many such runs share ``batch_size``: peers, of whom each has a run of its own.
+      sharing: number of runs that share ``batch_size``, for peers, each with its own run.
 
     Raises:
-      ConfigError: the config, the data or the working directory cannot be used; nothing has been
+      ConfigError: the config, the data or the run directory cannot be used; nothing has been
         compiled or written.
     """
     schedule, plan = config_lib.check(config)
@@ -89,7 +89,7 @@ def open_experiment(
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
         _check_fits_the_model(config, task, tx, rate, placement)
         check_batch(config, task.train_source, sharing * jax.process_count())
-        # Said only now, since a run that is refused says nothing else.
+        # Printed only now, because a refused run prints only the reason.
         work.accept()
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
         several = config.num_replicas > 1
@@ -115,7 +115,7 @@ def open_experiment(
 
 
 def facts_of(config: ConfigDict, task: Task) -> dict[str, str]:
-    """What all processes, and all sessions of a run, must find alike in their data."""
+    """Facts about the data that must be equal in all processes and sessions of a run."""
     found = {
         "the training data": f"{len(task.train_source)} records",
         "the validation data": f"{len(task.eval_source)} records",
@@ -144,8 +144,8 @@ def _place(config: ConfigDict, plan: Plan | None) -> Placement:
 def _partition(config: ConfigDict, task: Task) -> partition.Partition | None:
     """Which training records belong to which replica; None: every replica reads all of them.
 
-    Every start draws it from the seed, so a resumed run has the same one, and a run resumed with
-    another number of replicas a new one.
+    It is drawn from the seed at every start, so a resumed run has the same partition; with another
+    number of replicas, it is a new one.
     """
     if config.data.partition == "iid":
         return None
@@ -182,14 +182,14 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
 
 # --- The schedule that suits the hosts ------------------------------------------------------------
 
-# Links between hosts are slow, those inside a host are fast. Where every host holds several
-# replicas, all equally many, averaging inside the hosts first sends one model per host and round;
+# Links between hosts are slow, links inside a host are fast. If all hosts hold the same number of
+# replicas, more than one, averaging inside the hosts first sends one model per host and round;
 # `ONE_HOST` sends up to as many models as the host has replicas. The planner, which knows the
-# links, chooses the same where a host can send about one model per step; on slower links it leaves
-# out steps, on faster ones it also sends more: tests/train/test_hosts.py.
+# links, chooses the same if a host can send about one model per step; on slower links it skips
+# rounds, on faster ones it also sends more: tests/train/test_hosts.py.
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
-# As good as `ONE_HOST` for 2^k replicas, for which alone it exists; XLA on GPUs needs communicators
-# of two devices only.
+# As good as `ONE_HOST`, but only for 2^k replicas; XLA on GPUs then needs only communicators of two
+# devices.
 PAIRS = "hypercube"
 
 
@@ -202,7 +202,7 @@ def hosts_of(placement: Placement) -> list[str]:
 def slices_of(placement: Placement) -> list[int] | None:
     """The slice of each replica on TPUs, None elsewhere.
 
-    Schedules take a slice for a host: a fast network joins the hosts of a slice, a slow one the
+    Schedules treat a slice as a host: a fast network connects the hosts of a slice, a slow one the
     slices.
     """
     if placement.platform != "tpu":
@@ -211,7 +211,7 @@ def slices_of(placement: Placement) -> list[int] | None:
 
 
 def replicas_per_host(hosts: Sequence[Any]) -> int:
-    """Replicas on each host, if all hosts hold equally many, one after the other; else 1.
+    """Replicas per host, if all hosts hold the same number of consecutive replicas; otherwise 1.
 
     >>> replicas_per_host("aabb"), replicas_per_host("abab"), replicas_per_host("aab")
     (2, 1, 1)
@@ -225,11 +225,11 @@ def settle(
 ) -> ConfigDict:
     """The config with the schedule that ``auto`` stands for, and its ``replicas_per_node``.
 
-    It is the one of the run in ``folder``, if that run has as many replicas; else `WITHIN_HOSTS`
-    where several hosts hold ``per_host`` replicas, several each; else `PAIRS` on GPUs. Where the
-    method or a sharded replica refuses these, and elsewhere, it is `ONE_HOST`.
+    It is that of the run in ``folder``, if that run has as many replicas; otherwise `WITHIN_HOSTS`
+    if several hosts hold ``per_host`` replicas each, more than one; otherwise `PAIRS` on GPUs. If
+    the method or a sharded replica refuses these, and in all other cases, it is `ONE_HOST`.
     """
-    with contextlib.suppress(ConfigError):  # without a run; a damaged one is refused later
+    with contextlib.suppress(ConfigError):  # no run there; a damaged one is refused later
         saved = load_saved(folder)
         if saved.num_replicas == config.num_replicas and saved.schedule != AUTO:
             return changed(
@@ -248,7 +248,7 @@ def settle(
 
 
 def _is_possible(config: ConfigDict) -> bool:
-    """Whether the method takes the schedule."""
+    """Whether the method accepts the schedule."""
     try:
         algorithm.transformation(config, make_schedule(config), 1.0)
     except ConfigError:
@@ -281,7 +281,7 @@ def train_batches(
 
 
 def _check_fits_the_model(config, task, tx, rate, placement) -> None:
-    """Refuse what this machine cannot hold, and a method that cannot be used on such parameters."""
+    """Refuse a run too large for this machine, and a method that does not fit the parameters."""
     params, model_state = jax.eval_shape(task.init, jax.random.key(0))
     algorithm.check_optimizer(config, rate, params)
     try:
@@ -299,16 +299,16 @@ def check_state(placement: Placement, state: Any) -> None:
 
     Args:
       placement: of the replicas.
-      state: shapes of one replica's parameters and of what its method keeps.
+      state: shapes of one replica's parameters and of its method's state.
     """
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     count = len(placement.local_replicas)
-    if placement.platform == "cpu":  # others say so by themselves
+    if placement.platform == "cpu":  # other devices report it themselves
         machine.check_memory(count * each, f"the state of {count} replicas")
 
 
 def check_batch(config: ConfigDict, source: Sequence[Any], processes: int) -> None:
-    """Check that there are enough examples, and that this process can hold what it reads ahead.
+    """Check that there are enough examples, and that the prefetched batches fit into memory.
 
     Args:
       config: of the run.
@@ -322,7 +322,7 @@ def check_batch(config: ConfigDict, source: Sequence[Any], processes: int) -> No
         raise ConfigError.about("batch_size", config.batch_size, wanted)
     try:
         example = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(source[0]))
-    except DataError:  # the run says so, with the step at which it reads this record
+    except DataError:  # the run reports it, with the step at which it reads this record
         return
     machine.check_memory(
         config.batch_size // processes * example * (config.data.prefetch + 1),

@@ -1,7 +1,7 @@
 """The command line: ``--config FILE[:ARGUMENTS] [--config.x=y ...] --workdir DIR``.
 
-absl's config flags answer an unknown field with a traceback and read a missing file late; here
-every mistake is one sentence, before anything starts.
+absl's config flags report an unknown field with a traceback and read a missing file late; here
+every mistake is reported in one sentence, before anything starts.
 """
 
 import os
@@ -30,11 +30,11 @@ examples:
 
 Any field of the config is set by --config.NAME=VALUE (model.layers, data.path, eval.every, ...);
 --show prints them all with their values. Durations are steps, "2 epochs" or "5%%". Run the same
-command again to resume. Ctrl-C and SIGTERM save a checkpoint before leaving; one more Ctrl-C, some
-seconds later, leaves without.
+command again to resume. Ctrl-C and SIGTERM save a checkpoint first; a second Ctrl-C, some seconds
+later, exits without one.
 
 exit codes: 0 done; 1 failed; 2 refused, nothing was trained; 75 another process was lost; 128 + the
-number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 the reader of the output has gone).
+number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 broken pipe).
 """
 
 
@@ -46,7 +46,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
       prog: name of the command, for messages.
 
     Raises:
-      ConfigError: for anything that is wrong with the command line or the config file.
+      ConfigError: the command line or the config file is wrong.
       SystemExit: after ``--help``, ``--show`` or ``--on``.
     """
     parser = Parser(
@@ -58,14 +58,14 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         "--config",
         required=True,
         metavar="FILE[:ARGUMENTS]",
-        help="config file, or the name of one that comes with the package: " + ", ".join(CONFIGS),
+        help="config file, or the name of one included in the package: " + ", ".join(CONFIGS),
     )
-    parser.add_argument("--workdir", metavar="DIR", help="folder of all that the run writes")
+    parser.add_argument("--workdir", metavar="DIR", help="directory of the run's files")
     parser.add_argument("--show", action="store_true", help="print the config and leave")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="open the data, compile and time a step, print what a run takes, and leave",
+        help="open the data, compile and time a step, print the cost of a run, and exit",
     )
     parser.add_argument(
         "--on",
@@ -94,7 +94,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
 
 
 def _shown(config: ConfigDict) -> str:
-    """Every field with its value and all that docs/config.md says of it, one per line."""
+    """Every field with its value and its text in docs/config.md, one per line."""
     table = table_of(config)
     lines = []
     for name, value in flat(config).items():
@@ -106,21 +106,21 @@ def _shown(config: ConfigDict) -> str:
 
 
 def load(path_and_arguments: str) -> ConfigDict:
-    """``get_config(arguments)`` of a config file; ``arguments`` is what follows the colon.
+    """``get_config(arguments)`` of a config file; ``arguments`` is the text after the colon.
 
-    The file may be one that comes with the package, by its name: ``"quickstart"``. It may import
-    the modules beside it, as a program may.
+    A file included in the package is known by its name: ``"quickstart"``. A file may import modules
+    next to it, like a program.
 
     Raises:
-      ConfigError: there is no such file, or it fails, or makes no config.
+      ConfigError: there is no such file, or it fails, or returns no config.
     """
     name, _, arguments = path_and_arguments.partition(":")
-    # False, too, where the name is too long for a file
+    # also False if the name is too long for a file
     path = name if os.path.isfile(name) else CONFIGS.get(name)
     if path is None:
         known = "" if name.endswith(".py") else f"; the package has {', '.join(CONFIGS)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
-    folder = str(Path(path).resolve().parent)  # of a link, where it leads, as Python does
+    folder = str(Path(path).resolve().parent)  # of a link, its target, as in Python
     if folder not in sys.path:
         sys.path.append(folder)
         inherited = os.environ.get("PYTHONPATH", "")  # by peers and workers on this machine
@@ -141,20 +141,20 @@ def load(path_and_arguments: str) -> ConfigDict:
         flat(config)
         with config.ignore_type():  # as an override does
             pass
-    except (RequiredValueError, RecursionError) as error:  # a placeholder; nested without end
+    except (RequiredValueError, RecursionError) as error:  # a placeholder; infinitely nested
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from None
     return config
 
 
 def override_all(config: ConfigDict, arguments: list[str]) -> ConfigDict:
-    """``config`` itself, with the fields set that ``--config.NAME=VALUE`` name."""
+    """``config`` itself, after setting the fields in ``--config.NAME=VALUE``."""
     for name, text in _overrides(arguments):
         override(config, name, text)
     return config
 
 
 def override(config: ConfigDict, name: str, text: str) -> None:
-    """Set the field with the dotted ``name`` to ``text``, read as the type the field has."""
+    """Set the field with the dotted ``name`` to ``text``, parsed as the field's type."""
     table = table_of(config)
     if name not in table or name not in flat(config):
         raise ConfigError(fields.unknown_field(name, table), field=name, value=text)
@@ -163,7 +163,7 @@ def override(config: ConfigDict, name: str, text: str) -> None:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """What an error says, without the list of all fields that a ConfigDict adds to it."""
+    """The message of an error, without the list of all fields that a ConfigDict appends."""
     while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
         error = error.args[0]
     try:
