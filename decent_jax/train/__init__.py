@@ -1,4 +1,4 @@
-"""Training: the loop, and what a run needs around it.
+"""Training: the loop and everything around it.
 
 >>> import decent_jax
 >>> config = decent_jax.train.default_config()
@@ -30,15 +30,15 @@ from decent_jax.train.config import default_config, trainer_of, validate
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Train as ``config`` says, in the directory ``workdir``; resume the run that is there.
+    """Train as configured in the run directory ``workdir``; resume the run that is there.
 
-    Replicas in step, peers or pipelines: the config decides.
+    The config chooses between synchronous replicas, peers and pipelines.
 
     Returns:
-      What ``summary.json`` holds: final and best evaluation, steps, wall time, versions.
+      The contents of ``summary.json``: final and best evaluation, steps, wall-clock time, versions.
 
     Raises:
-      ConfigError: the config, the data or the working directory cannot be used; nothing has been
+      ConfigError: the config, the data or the run directory cannot be used; nothing has been
         compiled or written.
       TrainingFailed: every replica has failed for ``config.max_failing_steps`` steps.
       CheckpointError: no checkpoint can be read, or one could not be written.
@@ -52,7 +52,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 def dry_run(config: ConfigDict) -> None:
     """Do what a run does before its second step, and no more: `decent-jax train --check`.
 
-    Prints what the run takes, and times its steps. No working directory is written.
+    Prints the cost of the run, and times its steps. No run directory is written.
 
     Raises:
       ConfigError: the run would be refused.

@@ -1,7 +1,7 @@
-"""What the seconds of a run were spent on: its clock, the file that outlives a kill, and peaks.
+"""Goodput: the clock of a run, the file that survives a kill, and peak FLOP/s of devices.
 
-*Goodput* is the share of a run's time, over all of its sessions, in steps that stayed; *model FLOPs
-utilization* (mfu) puts the speed of these beside the peak of the devices.
+*Goodput* is the fraction of wall-clock time, over all sessions of a run, spent on steps that were
+not rolled back; *model FLOPs utilization* (mfu) relates their speed to the peak of the devices.
 
 >>> from decent_jax.ground.goodput_file import describe
 >>> now = 0.0
@@ -34,20 +34,20 @@ from decent_jax.ground.goodput_file import CAUSES, FILE, Record, read, shares
 from decent_jax.ground.json_files import check_regular, overwrite_json
 
 _KEPT_EVERY_S = 1.0
-_PATIENCE_S = 5.0  # with a step that failed in another process and never ends here
+_PATIENCE_S = 5.0  # if a step failed in another process and never ends here
 
 
 class Clock:
-    """Counts seconds by what they are spent on, in this session of a run and those before.
+    """Seconds per category, in this session of a run and the previous ones.
 
-    Each moment counts once. A session begins with its "start", which ends when the first program
-    is compiled. From then on, what nothing else claims are "steps"; a session that follows a death
-    is in "recovery" until then, whatever it does.
+    The categories are disjoint. A session starts in "start", which ends when the first program is
+    compiled. From then on, unclaimed time is "steps". A session that follows a crash is in
+    "recovery" until then.
 
     Args:
-      now: seconds since some moment.
-      date: seconds since a moment that is the same for all sessions.
-      began: when the session began, by ``now``; None: now.
+      now: a clock, in seconds.
+      date: a clock, in seconds, with the same origin in all sessions.
+      began: the start of the session on the clock ``now``; None: now.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Clock:
 
     @contextlib.contextmanager
     def of(self, cause: str) -> Iterator[None]:
-        """A context whose time is spent on one of `CAUSES`."""
+        """A context whose time counts as one of `CAUSES`."""
         before = self._cause
         self._enter("recovery" if before == "recovery" else cause)
         try:
@@ -76,7 +76,7 @@ class Clock:
             self._enter("steps" if starts else before)
 
     def waited_for_data(self, seconds: float) -> None:
-        """So many seconds of the last step were spent waiting for its batch."""
+        """Record seconds of the last step that were spent waiting for its batch."""
         if self._cause == "steps":  # the first batch belongs to the start
             self._spent["steps"] -= seconds
             self._spent["data"] += seconds
@@ -94,14 +94,14 @@ class Clock:
     # --- Over several sessions --------------------------------------------------------------------
 
     def record(self, ended: bool = False) -> Record:
-        """What a later session must know; ``ended``: this one ends as it should."""
+        """The record for later sessions; ``ended``: this one ends cleanly."""
         return {"seconds": self.spent(), "date": self._date(), "ended": ended}
 
     def resume(self, saved: Record | None, last: Record | None) -> None:
-        """Go on from a checkpoint with the `record` ``saved``; None: from the beginning.
+        """Continue from a checkpoint with the `record` ``saved``; None: from the beginning.
 
-        Steps made since, as far as ``last`` knows of them, are lost. The time since ``last``, the
-        newest record of the run, is recovery, if that session did not end as it should.
+        Later steps in ``last``, the newest record of the run, are lost. The time since ``last`` is
+        recovery, unless that session ended cleanly.
         """
         known = [one for one in (last, saved) if one is not None]
         if not known:
@@ -123,7 +123,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Of training, in all sessions, until this row: steps that stayed, and waiting for data."""
+        """Training seconds in all sessions until this row: steps that were kept, and data waits."""
         return self._row
 
     @property
@@ -132,7 +132,7 @@ class Clock:
         return self._spent["data"] - self._data
 
     def begin_row(self, seconds: float = 0.0, waited: float = 0.0) -> None:
-        """Begin a row here, of which so many ``seconds`` have passed in an earlier session."""
+        """Start a row here, ``seconds`` of which have passed in an earlier session."""
         self._row, self._data = self._training() - seconds, self._spent["data"] - waited
 
     def of_row(self) -> float:
@@ -140,7 +140,7 @@ class Clock:
         return max(self._training() - self._row, 1e-9)
 
     def lap(self) -> tuple[float, float]:
-        """(seconds, seconds waited for data) of the row that ends here; begins the next."""
+        """(seconds, seconds waited for data) of the row that ends here; starts the next."""
         found = self.of_row(), self.waited
         self.begin_row()
         return found
@@ -155,7 +155,7 @@ _session: contextvars.ContextVar[float | None] = contextvars.ContextVar("session
 
 @contextlib.contextmanager
 def session(seconds: float = 0.0) -> Iterator[None]:
-    """A context that is a session; it began so many ``seconds`` ago, or where one around it did."""
+    """A context for a session; it began ``seconds`` ago, or with the session around it."""
     began = _session.get()
     token = _session.set(time.monotonic() - seconds if began is None else began)
     try:
@@ -165,20 +165,20 @@ def session(seconds: float = 0.0) -> Iterator[None]:
 
 
 def session_clock() -> Clock:
-    """A clock of the `session` around."""
+    """A clock for the enclosing `session`."""
     return Clock(began=_session.get())
 
 
 class Ledger:
-    """Keeps the record of a clock in the run directory; a context that writes the last one.
+    """Writes the record of a clock to the run directory; on exit, the context writes the last one.
 
-    A record is with the operating system when it is written, so a killed process loses at most the
-    last second.
+    A written record is with the operating system, so a killed process loses at most the last
+    second.
 
     Args:
       folder: the run directory.
       clock: of the run.
-      writes: whether this process speaks for the run; the others read and write nothing.
+      writes: whether this process represents the run; the others read and write nothing.
     """
 
     def __init__(self, folder: Path, clock: Clock, writes: bool):
@@ -186,7 +186,7 @@ class Ledger:
         self._due = math.inf  # no record before `resume`
 
     def resume(self, meta: Mapping[str, Any]) -> None:
-        """Go on from the checkpoint with this ``meta``, empty without one; keep records from now.
+        """Continue from the checkpoint with this ``meta`` (empty: none); write records from now on.
 
         Raises:
           OSError: the file cannot be written.
@@ -199,7 +199,7 @@ class Ledger:
             self._due = self._clock.now()
 
     def keep(self) -> None:
-        """Called after each step: write a record, if the last one is a second old."""
+        """Called after each step: write a record if the last one is a second old."""
         if self._clock.now() >= self._due:
             self._write(ended=False)
 
@@ -216,11 +216,11 @@ class Ledger:
                 self._write(ended=kind is None or issubclass(kind, Interrupted))
 
 
-# --- What the devices do --------------------------------------------------------------------------
+# --- Idle devices ---------------------------------------------------------------------------------
 
 
 class Idle:
-    """Since when the devices have had nothing to do; a context with a thread that waits for them.
+    """How long the devices have been idle; a context with a thread that waits for them.
 
     Args:
       now: seconds.
@@ -233,12 +233,12 @@ class Idle:
         self._thread = threading.Thread(target=self._wait, name="idle devices", daemon=True)
 
     def begin(self, result: Any) -> None:
-        """The devices have been given a step; ``result`` is an array that it computes."""
+        """A step was dispatched; ``result`` is an array that it computes."""
         self._begun += 1
         self._results.put(result)
 
     def seconds(self, began: float, ended: float) -> float:
-        """Of this time, which ends now, that in which they had nothing to do."""
+        """The idle part of an interval that ends now."""
         if self._ended < self._begun:
             return 0.0
         return max(0.0, ended - max(began, self._since))
@@ -260,7 +260,7 @@ class Idle:
 
 
 def summary(clock: Clock) -> dict[str, Any]:
-    """The entry of ``summary.json``: the share of steps, and all seconds by what they went to."""
+    """The entry of ``summary.json``: goodput, and seconds per category."""
     spent = clock.spent()
     seconds = {cause: round(x, 3) for cause, x in spent.items()}
     return {"share": shares(spent)["goodput"], "seconds": seconds}
@@ -299,17 +299,17 @@ PEAKS = (
     ("TPU v6 lite", 918.0),
     ("TPU7x", 1153.5),
 )
-_PARTS = {"MIG", "Laptop", "D"}  # GPUs that are less than their name says
+_PARTS = {"MIG", "Laptop", "D"}  # GPUs with less than the peak of their name
 
 
 def peak(devices: Iterable[Any]) -> float | None:
-    """FLOP/s of these `jax.Device` together in bfloat16; None where one is not in `PEAKS`."""
+    """Total bfloat16 FLOP/s of these `jax.Device`; None if one is not in `PEAKS`."""
     found = [peak_of(device.device_kind) for device in devices]
     return None if None in found else math.fsum(filter(None, found))
 
 
 def peak_of(kind: str) -> float | None:
-    """FLOP/s of a device whose `jax.Device.device_kind` this is; None: not known.
+    """FLOP/s of a device with this `jax.Device.device_kind`; None: unknown.
 
     >>> peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA A100-SXM4-80GB MIG 1g.10gb"), peak_of("cpu")
     (756000000000000.0, None, None)

@@ -1,8 +1,8 @@
 """The training loop, the same for every kind of run: time, rows, saving, signals and the end.
 
-A `Runner` makes the steps: replicas in step (`decent_jax.train.synchronous`), a peer
-(`decent_jax.peers.step_boundary`) or pipelines (`decent_jax.pipelines.runner`). The loop looks at a
-step while the next one runs.
+A `Runner` makes the steps: synchronous replicas (`decent_jax.train.synchronous`), a peer
+(`decent_jax.peers.step_boundary`) or pipelines (`decent_jax.pipelines.runner`). The loop processes
+the results of a step while the next one runs.
 """
 
 import statistics
@@ -28,18 +28,18 @@ from decent_jax.train.workdir import Signals, Workdir
 
 
 class Runner(Protocol):
-    """What the loop asks of one kind of run.
+    """The loop's interface to one kind of run.
 
     Attributes:
       experiment: what is trained.
       checkpoints: on disk, as `decent_jax.train.checkpoint.Checkpointer`.
-      state: what they save; None where they know it themselves.
-      evaluates: whether it evaluates, accounts for the time of the run and says how much is left,
-        or leaves that to another process.
-      peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: not known.
+      state: the state to save; None if the checkpoints know it themselves.
+      evaluates: whether it evaluates, accounts for the time of the run and shows the time left, or
+        leaves that to another process.
+      peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: unknown.
       memory: in-memory checkpoints (`decent_jax.train.memory_checkpoints`) of ``state``, or None.
       comm_metrics: of this process, `decent_jax.train.comm_metrics.CommMetrics`.
-      messages: what ``run.json`` says of them, see `decent_jax.train.algorithm.messages`.
+      messages: their entries in ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
 
     experiment: Experiment
@@ -52,16 +52,16 @@ class Runner(Protocol):
     messages: dict[str, float]
 
     def restore(self) -> tuple[int, dict[str, Any]]:
-        """Take the newest checkpoint's state, or a new one; steps done, and the meta, if any."""
+        """Restore the newest checkpoint, or create a state; returns steps done, and the meta."""
         ...
 
     def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager:
-        """A context with all that steps need, such as data.
+        """A context with everything that steps need, such as data.
 
         Args:
-          start: the step to begin with.
+          start: the first step.
           ahead: data position minus step count, in steps.
-          clock: is told what compiles and what waits for data.
+          clock: records compilation and data waits.
         """
         ...
 
@@ -70,7 +70,7 @@ class Runner(Protocol):
         ...
 
     def step(self, done: int, until: int) -> list[dict[str, Any]]:
-        """Begin some steps after ``done``, up to ``until`` at most.
+        """Dispatch some steps after ``done``, at most up to ``until``.
 
         Returns:
           For each step the metrics of `decent_jax.train.step.make_step`, and under ``measured``
@@ -82,19 +82,19 @@ class Runner(Protocol):
         ...
 
     def consensus(self) -> Any:
-        """The `decent_jax.replicas.Consensus` of the state, which may still be under way."""
+        """The `decent_jax.replicas.Consensus` of the state, which may still be computing."""
         ...
 
     def average(self) -> None:
-        """Put all replicas at their mean."""
+        """Set all replicas to their mean."""
         ...
 
     def evaluate(self) -> tuple[dict[str, float], Model]:
-        """The ``eval/`` metrics, and the model that they are of."""
+        """The ``eval/`` metrics, and the evaluated model."""
         ...
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
-        """The summary, once a checkpoint of the last step is saved."""
+        """The summary, after a checkpoint of the last step is saved."""
         ...
 
 
@@ -111,7 +111,7 @@ def train(
       runner: makes the steps.
       work: the run directory.
       clock: of the run; a test has its own.
-      signals: that end it, looked at once after each step; likewise.
+      signals: that end it, polled after each step; likewise.
 
     Raises:
       TrainingFailed, CheckpointError, Interrupted: see `decent_jax.train.run`.
@@ -160,7 +160,7 @@ def train(
                     late, stops = agreement.at_boundary(0 < minutes <= since, stops)
                     saves = late or passed(experiment.every["checkpoint.every"], before, done)
                     # Averaging past the bound must not wait for the next step: a resumed run
-                    # averages where the uninterrupted one does.
+                    # averages at the same step as an uninterrupted one.
                     if saves or evaluates or stops or (logs and config.max_consensus_distance):
                         if report.look_at_pending():
                             runner.average()
@@ -181,10 +181,10 @@ def train(
                 report.finish(done)
                 if runner.evaluates and saver.evaluated.get("step") != done:
                     evaluate_at(done, runner, clock, work, writer, saver)
-            except DataError as error:  # such as a photograph that is cut short
+            except DataError as error:  # such as a truncated photograph
                 report.look_at_pending()
                 next_time = "once mended, the same command goes on from the last checkpoint"
-                if jax.process_count() == 1:  # else the others are in the next step
+                if jax.process_count() == 1:  # otherwise the others are in the next step
                     if done:
                         saver.save(done, runner.state, clock.seconds, report.begun())
                     next_time = saver.what_next()
@@ -216,16 +216,16 @@ def keep_in_memory(
         report.look_at_pending()
         memory.settle(report.step_s)
     if memory.due(before, done, logs):
-        if logs:  # the next row must not hold the steps of this one
+        if logs:  # the next row must not contain the steps of this one
             report.look_at_pending()
         memory.begin(done, state, saver.meta(done, report.clock.seconds, report.begun(wait=False)))
         supervise.reached(done)
 
 
 def passed(every: int, before: int, done: int) -> bool:
-    """Whether something that is due ``every`` steps (0: never) fell due in these steps.
+    """Whether something that is due ``every`` steps (0: never) became due in these steps.
 
-    Where a message travels beside several steps it waits until the message has arrived.
+    If a message overlaps several steps, it waits until the message has arrived.
 
     >>> [passed(10, 18, done) for done in (19, 20, 21)], passed(0, 18, 20)
     ([False, True, True], False)
@@ -234,7 +234,7 @@ def passed(every: int, before: int, done: int) -> bool:
 
 
 def next_due(experiment: Experiment, done: int, steps: int) -> int:
-    """The first step after ``done`` after which there is a row, an evaluation or a checkpoint.
+    """The first step after ``done`` that is followed by a row, an evaluation or a checkpoint.
 
     >>> from types import SimpleNamespace as Made
     >>> every = {"eval.every": 4, "checkpoint.every": 0}
@@ -250,7 +250,7 @@ def next_due(experiment: Experiment, done: int, steps: int) -> int:
 def evaluate_at(
     done: int, runner: Runner, clock: Clock, work: Workdir, writer: MetricWriter, saver: Saver
 ) -> None:
-    """Evaluate, see `evaluate`, and write what the time until then was spent on."""
+    """Evaluate, see `evaluate`, and write the seconds per category until then."""
     with clock.of("evaluation"):
         found = runner.evaluate()
     with clock.of("checkpoints"):  # of the model, if it is the best
@@ -266,14 +266,14 @@ def evaluate(
     writer: MetricWriter,
     saver: Saver,
 ) -> None:
-    """Write the evaluation after ``done`` steps; keep the model if it is the best so far."""
+    """Write the evaluation after ``done`` steps; save the model if it is the best so far."""
     writer.write(done, row)
     work.say(f"step {done}: validation loss {row['eval/loss']:.4f} of the consensus model")
     saver.evaluation(done, row, model)
 
 
 def stop(done: int, work: Workdir, signals: Signals, clock: Clock) -> NoReturn:
-    """Leave after a signal, when the checkpoint has been written."""
+    """Exit after a signal, once the checkpoint has been written."""
     work.summary(
         steps=done,
         interrupted=True,
@@ -304,12 +304,12 @@ def conclude(
       evaluator: of its model.
       state: after the last step.
       cost: of its algorithm.
-      saver: has the last evaluation and the best one.
-      clock: of the run; None: it accounts for no time.
-      **entries: of the summary besides.
+      saver: has the last and the best evaluation.
+      clock: of the run; None: time is not accounted for.
+      **entries: additional entries of the summary.
 
     Returns:
-      What ``summary.json`` holds.
+      The contents of ``summary.json``.
     """
     task, shares = experiment.task, experiment.partition
     mean, model_state = evaluator.model(state)
@@ -337,10 +337,10 @@ def conclude(
     if work.quiet:
         return summary
     try:
-        from decent_jax.plots import runs as plot  # matplotlib is a third of what a start imports
+        from decent_jax.plots import runs as plot  # matplotlib is a third of the imports of a start
 
         plot.plot_runs([work.path])
-    except (RunError, OSError, ValueError) as error:  # such as of MPLBACKEND
+    except (RunError, OSError, ValueError) as error:  # for example from MPLBACKEND
         work.say(f"no curves were drawn: {error}")
     with work.announce("looking at the consensus model"):
         text = task.demonstrate(*local((mean, model_state)))

@@ -31,14 +31,14 @@ from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.train.goodput import Clock
 from decent_jax.train.trackers import Trackers
 
-_MOST_REPLICAS = 64  # whose own losses a row has
+_MOST_REPLICAS = 64  # most replicas whose own losses are in a row
 
 
 class MetricWriter:
-    """Appends scalars to `workdir/metrics.jsonl`; steps are unique and never go back.
+    """Appends scalars to `workdir/metrics.jsonl`; steps are unique and increase.
 
     A row is with the operating system when `write` returns, so a killed process loses nothing; a
-    second `write` of the same step is merged into its row. `close` also puts them on the disk.
+    second `write` of the same step is merged into its row. `close` also syncs the file to disk.
 
     When the file exists (a resumed run), a torn last line and the rows past `start_step` are
     dropped first: the run is about to write those steps again.
@@ -47,8 +47,8 @@ class MetricWriter:
     so that every line is strict JSON; `read_metrics` turns them back into floats.
 
     Args:
-      workdir: the run directory; made where it is missing.
-      trackers: get every row, too.
+      workdir: the run directory; created if it is missing.
+      trackers: also receive every row.
       start_step: see above.
       quiet: write nothing at all; for every process but the first.
 
@@ -90,13 +90,13 @@ class MetricWriter:
         else:
             self._row = {"step": step} | scalars
             self._row_start = self._file.seek(0, os.SEEK_END)
-        self._file.write(_line(self._row))  # over the old row if there is one, in one system call
-        self._file.truncate()  # flushes first; cuts only where the merged row is shorter
+        self._file.write(_line(self._row))  # over an existing row, in one system call
+        self._file.truncate()  # flushes first; truncates only if the merged row is shorter
         if self._trackers is not None:
             self._trackers.log(scalars, step)
 
     def close(self) -> None:
-        """Put every row on the disk, and close; closing twice is harmless."""
+        """Sync every row to disk and close; closing twice is harmless."""
         if self._file is None:
             return
         os.fsync(self._file.fileno())
@@ -111,11 +111,11 @@ class MetricWriter:
 
 
 def _number(value: Any) -> int | float:
-    """`value`, of one element, as the plain int or float that is written in the fewest digits."""
+    """`value`, of one element, as the int or float with the fewest digits."""
     array = np.asarray(value).reshape(())
     if array.dtype.kind in "iub":
         return int(array)
-    return float(str(array[()]))  # float32 2.3 is written 2.3 and not 2.299999952316284
+    return float(str(array[()]))  # float32 2.3 is written as 2.3, not 2.299999952316284
 
 
 def _line(row):
@@ -123,18 +123,18 @@ def _line(row):
 
 
 class Report:
-    """Waits for the steps, one step late; writes their rows, shows them, tells what goes wrong.
+    """Waits for the steps, one step late; writes their rows, shows them, reports problems.
 
-    Every ``train/`` metric of a row is the mean over the steps since the row before, of all
-    replicas; the learning rate, the skipped updates and the consensus distance are those of its
-    last step.
+    Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
+    row; the learning rate, the skipped updates and the consensus distance are those of its last
+    step.
 
     Args:
-      runner: `decent_jax.train.loop.Runner`, of which it asks for the consensus distance.
+      runner: `decent_jax.train.loop.Runner`, which has the consensus distance.
       clock: of the run.
-      writer: gets the rows.
-      progress: shows their numbers, and what goes wrong.
-      what_next: ``()`` to words about what the same command would do.
+      writer: receives the rows.
+      progress: shows their numbers, and problems.
+      what_next: ``()`` to a description of what the same command would do.
 
     Attributes:
       clock: likewise.
@@ -162,18 +162,18 @@ class Report:
         self._gather = jax.jit(lambda sums: sums, out_shardings=everywhere)
         self._compiled = False
         self.step_s = math.inf  # of the last row
-        # Of the row that has begun:
+        # The unfinished row:
         self._sums: Any = None
         self._steps = 0
         self._measured: list[dict[str, float]] = []  # the task's own numbers, step by step
-        self._pending: Any = None  # (steps done, metrics, their summary where a row is due)
+        self._pending: Any = None  # (steps done, metrics, their summary if a row is due)
         self._skipped = np.zeros(self._config.num_replicas, int)  # (n,) as last reported
 
     def begun(self, wait: bool = True) -> dict[str, Any]:
-        """The row that has begun, for a checkpoint: a resumed run writes the undisturbed row.
+        """The unfinished row, for a checkpoint: a resumed run writes the same row.
 
-        With ``wait`` its sums are lists of numbers, alike in all processes; else (n,) arrays, which
-        may still be under way.
+        With ``wait`` its sums are lists of numbers, equal in all processes; otherwise (n,) arrays,
+        which may still be computing.
         """
         sums = self._sums
         if wait and sums is not None:
@@ -190,13 +190,13 @@ class Report:
         }
 
     def resume(self, meta: dict[str, Any]) -> None:
-        """Go on with the row in the ``meta`` of a checkpoint; other replicas begin a new one."""
+        """Continue the row in the ``meta`` of a checkpoint, or start one if replicas changed."""
         row = meta.get("row")
         if not row:
             return
         config = self._config
         if (meta["num_replicas"], meta["batch_size"]) != (config.num_replicas, config.batch_size):
-            self._skipped[0] = sum(row["skipped"])  # whose they were is forgotten
+            self._skipped[0] = sum(row["skipped"])  # without their replicas
             return
         kinds = {"loss": np.float32, "grad_norm": np.float32, "steps": np.int32}
         sums = row["sums"] and {
@@ -208,7 +208,7 @@ class Report:
         self.clock.begin_row(row["seconds"], row["waited"])
 
     def pend(self, done: int, made: Sequence[dict[str, Any]], logs: bool) -> None:
-        """Look at these steps later; with ``logs`` for a row, whose reductions start now.
+        """Queue these steps; with ``logs`` for a row, whose reductions start now.
 
         Args:
           done: steps of the run.
@@ -279,16 +279,16 @@ class Report:
         return too_far
 
     def finish(self, done: int) -> None:
-        """Write the row of the last steps, wherever the run ends; raises as `look_at_pending`."""
+        """Write the row of the last steps when the run ends; raises as `look_at_pending`."""
         if self._pending is not None and self._pending[2] is None:
             self._pending = *self._pending[:2], self._summary(self._pending[1])
         self.look_at_pending()
 
     def _look_at(self, done: int, failing: int, skipped: np.ndarray) -> None:
-        """Tell of skipped updates, and end a run that makes no progress.
+        """Report skipped updates, and end a run that makes no progress.
 
-        ``failing`` are steps in a row without a finite update on any replica, ``skipped``, (n,),
-        the updates that each has rejected so far.
+        ``failing`` counts consecutive steps without a finite update on any replica; ``skipped``,
+        (n,), the updates that each replica has rejected so far.
         """
         new, self._skipped = skipped - self._skipped, skipped
         if new.any():
@@ -305,7 +305,7 @@ class Report:
 
 
 def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:
-    """What the progress bar shows of a row; ``unit`` is that of the throughput."""
+    """The numbers of a row in the progress bar; ``unit`` is that of the throughput."""
     return {
         "loss": float(row["train/loss"]),
         "consensus": float(row["train/consensus_distance_relative"]),
@@ -323,7 +323,7 @@ def _add(sums: dict[str, jax.Array] | None, metrics: dict[str, jax.Array]) -> di
 
 
 def _summarize(sums: dict[str, jax.Array], metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A row of metrics.jsonl: means over its steps, and what the last of them says."""
+    """A row of metrics.jsonl: means over its steps, and values of the last step."""
     steps = sums["steps"]
     of_replicas = sums["loss"] / steps  # NaN where no step was finite
     return {

@@ -1,4 +1,4 @@
-"""The model that a run left behind.
+"""The model of a finished or interrupted run.
 
 >>> from decent_jax.train import saved_model
 >>> model = saved_model.load("runs/quickstart")  # doctest: +SKIP
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
 
 
 class TrainedRun:
-    """A run's config, and its checkpoint once it is asked for; see `decent_jax.tasks.TrainedRun`.
+    """A run's config, and its checkpoint, read on demand; see `decent_jax.tasks.TrainedRun`.
 
     Args:
       workdir: of the run.
@@ -65,7 +65,7 @@ class TrainedRun:
         """Calls the function ``name`` of the run's task with this run and the arguments.
 
         Raises:
-          ConfigError: the task has no such function, and so "cannot ``purpose``"; or the run's
+          ConfigError: the task has no such function ("cannot ``purpose``"), or the run's
             checkpoints or data cannot be read.
         """
         function = self.function(name, purpose)
@@ -75,7 +75,7 @@ class TrainedRun:
             raise ConfigError(str(error)) from None
 
     def function(self, name: str, purpose: str) -> Callable[..., Any]:
-        """The function ``name`` of the run's task; ConfigError as in `call` where it has none."""
+        """The function ``name`` of the run's task; ConfigError as in `call` if it has none."""
         function = getattr(tasks.find(self.config.task), name, None)
         if function is None:
             raise ConfigError(
@@ -111,10 +111,10 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
     Args:
       workdir: of the run.
       which: ``"best"``, the consensus model with the lowest validation loss, or ``"last"``, the
-        consensus of the newest checkpoint that is whole.
+        consensus model of the newest intact checkpoint.
 
     Raises:
-      CheckpointError: there is none, or none that can be read.
+      CheckpointError: there is none, or none can be read.
     """
 
     def consensus(folder, meta):
@@ -126,7 +126,7 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
 
 
 def load_replicas(workdir: str | Path, step: int | None = None) -> Saved:
-    """Every replica's own model (n, ...), of the newest whole checkpoint or that of ``step``.
+    """Every replica's own model (n, ...), from the newest intact checkpoint or that of ``step``.
 
     Raises:
       CheckpointError: it cannot be read, or there is none.

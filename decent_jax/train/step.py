@@ -1,6 +1,6 @@
 """The training step: written once for one replica, compiled once per round.
 
-`gradient` and `update` are one replica's step. `make_step` runs them where the replicas live.
+`gradient` and `update` are one replica's step. `make_step` runs them on the replicas' devices.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int])
 def init_state(
     config: ConfigDict, task: Task, tx: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
-    """The state before step 0, sharded over the mesh: drawn from the seed, or given by the task."""
+    """The state before step 0, sharded over the mesh: drawn from the seed, or from the task."""
     n, key = config.num_replicas, jax.random.key(config.seed)
     loaded = task.load_params()
 
@@ -83,9 +83,9 @@ def gradient(
 
     Args:
       loss_of: ``(params, model_state, batch, key) -> (loss, model_state)``.
-      micro_batches: m, parts of the batch that are computed one after the other.
+      micro_batches: m, sequential parts of the batch.
       params: of the replica.
-      model_state: likewise; each micro-batch gets that of the one before.
+      model_state: of the replica; each micro-batch gets that of the previous one.
       batch: leaves of shape (B, ...), B a multiple of m.
       key: of this step and replica.
     """
@@ -107,7 +107,7 @@ def gradient(
         total = jax.tree.map(lambda a, g: a + g / micro_batches, total, (loss, grads))
         return (model_state, total, k + 1), None
 
-    # Zeros made of the arguments vary over the replicas as the gradients do.
+    # Zeros computed from the arguments vary over the replicas like the gradients.
     zero = jax.tree.map(lambda x: x * 0, params)
     loss = jax.tree.leaves(zero)[0].sum().astype(jnp.float32)
     carry, _ = jax.lax.scan(add_part, (model_state, (loss, zero), 0), jax.tree.map(in_parts, batch))
@@ -133,8 +133,7 @@ def update(
       loss: () float32.
       grads: like ``params``.
       rnd: of the schedule; None: a step without communication.
-      mixed: the parameters that the round gave, where it has been run before; see
-        `decent_jax.optim.EarlyMixing`.
+      mixed: the result of the round if it has already run; see `decent_jax.optim.EarlyMixing`.
     """
     early = {} if mixed is None else {"mixed": mixed}
     change, opt_state = tx.update(grads, opt_state, params, round=rnd, value=loss, **early)
@@ -160,13 +159,13 @@ def make_step(
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
     ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
-    A peer, which is one of several replicas, gives (2,): the step, and which replica it is; then
-    its random numbers are that replica's.
+    A peer, which is one of several replicas, passes (2,): the step, and its replica number, which
+    then selects its random numbers.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``, (). On CPU hosts its messages travel beside its computation
+    ``learning_rate``, (). On CPU hosts, messages overlap the computation
     (`decent_jax.cpu.overlap`), in programs that come from ``cache``.
 
-    With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on with a tuple
+    With a `decent_jax.optim.Delayed`, a round takes the ``tx.delay`` steps from t on with a tuple
     of their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
     """
     key = jax.random.key(config.seed + 1)
@@ -174,7 +173,7 @@ def make_step(
     options = xla.options_of_step(placement, schedule, tx)
 
     def gradients(params, model_state, batch, t):
-        """Of the replicas of one device."""
+        """The step of the replicas on one device."""
 
         step, first = (t, None) if t.ndim == 0 else t
 

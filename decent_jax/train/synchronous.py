@@ -1,4 +1,4 @@
-"""Replicas that step together: one program on all devices, in one process or several."""
+"""Synchronous replicas: one program on all devices, in one process or several."""
 
 import contextlib
 import statistics
@@ -33,10 +33,10 @@ from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
 TIMED = 3  # steps of each kind in a dry run
-COMPILERS = 2  # threads: a program that is compiled takes some GiB, and cores that steps need
+COMPILERS = 2  # threads: compilation takes some GiB per program, and cores that steps need
 TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
-check = config_lib.check  # as each of `decent_jax.train.config.TRAINERS` has one
+check = config_lib.check  # the interface of `decent_jax.train.config.TRAINERS`
 
 
 @watch.lost_peers_told()
@@ -83,7 +83,7 @@ class Synchronous:
             experiment.config, work, self.shapes, experiment.placement
         )
         self.state: Any = None
-        self._batches: Any = None  # of the next steps, or the error with which they cannot be had
+        self._batches: Any = None  # of the next steps, or the error that prevents them
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
@@ -121,7 +121,7 @@ class Synchronous:
             try:
                 yield
             finally:
-                self._batches = None  # may be the shared memory of a reader
+                self._batches = None  # may be a reader's shared memory
             self._profile.finish(self._done, self.state)
 
     def over(self, done: int) -> bool:
@@ -129,7 +129,7 @@ class Synchronous:
         return False
 
     def step(self, done: int, until: int) -> list[dict[str, Any]]:
-        """Dispatch a step, or those beside which a message travels; get the next batches then."""
+        """Dispatch a step, or the steps that a message overlaps; then get the next batches."""
         if isinstance(self._batches, DataError):
             raise self._batches
         batches, measured = zip(*self._batches, strict=True)
@@ -203,7 +203,7 @@ class Feed:
     """The batches of this process on their way to the devices; a context that stops its threads.
 
     Attributes:
-      idle: to be told of each step, since waiting for data costs nothing while the devices work.
+      idle: notified of each step, because waiting for data costs nothing while the devices work.
     """
 
     def __init__(self, experiment: Experiment, start_step: int, clock: Clock):
@@ -216,7 +216,7 @@ class Feed:
         )
 
     def next(self) -> tuple[Any, dict[str, float]]:
-        """The next batch, and the task's numbers about it.
+        """The next batch, and the task's measurements of it.
 
         Raises:
           DataError: a record cannot be used.
@@ -250,7 +250,7 @@ def shapes_of(batch: Any) -> tuple:
 
 
 def announce_cost(experiment: Experiment, work: Workdir, shapes: TrainState) -> algorithm.Cost:
-    """What a replica sends and keeps; says it."""
+    """Compute and log the cost of a replica."""
     config, schedule, per_host = experiment.config, experiment.schedule, experiment.per_host
     several = 1 < per_host < config.num_replicas
     cost = algorithm.cost(
@@ -261,11 +261,11 @@ def announce_cost(experiment: Experiment, work: Workdir, shapes: TrainState) -> 
 
 
 def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
-    """Compile and time both kinds of step, with and without communication, and say what they take.
+    """Compile and time both kinds of step, with and without communication, and log the times.
 
     Args:
-      experiment: to be tried.
-      work: says it.
+      experiment: to try.
+      work: logs.
       steps: of the run.
     """
     shapes = jax.eval_shape(lambda: init(experiment))
@@ -307,13 +307,13 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
 class Programs:
     """The compiled step of each round and each shape of batches.
 
-    The first round of a shape is compiled before its step, the others in threads meanwhile, so that
-    a run with many rounds begins as soon as one with few. It is a context that stops the threads.
+    The first round of a shape is compiled before its step, the others in background threads, so a
+    run with many rounds starts as soon as one with few. It is a context that stops the threads.
 
     Attributes:
-      blocks: which rounds begin when.
-      compiled: by round and shapes of a batch; call one as `decent_jax.train.step.make_step` says.
-      memory: of the program that takes most, so far.
+      blocks: the start of each round.
+      compiled: by round and shapes of a batch; call one as in `decent_jax.train.step.make_step`.
+      memory: of the largest program so far.
     """
 
     def __init__(
@@ -358,12 +358,12 @@ class Programs:
         shapes: tuple,
         soon: Iterable[int | None] = (),
     ) -> None:
-        """Compile the step of a round for batches of these shapes; log what the first one needs.
+        """Compile the step of a round for batches of these shapes; log the cost of the first one.
 
         Args:
-          state, batch: of the step, or like those.
+          state, batch: of the step, or with the same shapes.
           rnd, shapes: the key in `compiled`.
-          soon: the rounds that follow, which are compiled meanwhile.
+          soon: the following rounds, which are compiled in the background.
         """
 
         def compiled_for(rnd, state=state, batch=batch):
@@ -409,7 +409,7 @@ class Programs:
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """What a program is compiled for: a step donates the array itself meanwhile."""
+    """The abstract array for compilation; a step may donate the array itself meanwhile."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
@@ -419,7 +419,7 @@ class Profile:
     Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
     under ``workdir/profile``.
 
-    Where a message travels beside several steps, the trace begins and ends between these blocks.
+    If messages overlap several steps, the trace starts and ends between these blocks.
     """
 
     def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):
@@ -427,7 +427,7 @@ class Profile:
         self._tracing, self._began = False, 0
 
     def turn(self, t: int, steps: int, state: Any) -> None:
-        """Before ``steps`` from t on: begin or end the trace, once ``state`` is computed."""
+        """Before ``steps`` from t on: start or end the trace, once ``state`` is computed."""
         if t >= self._began + self._count:
             self.finish(t, state)
         if self._count and t <= TRACED_AFTER < t + steps:
@@ -447,5 +447,5 @@ class Profile:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        if self._tracing:  # the run ended early: keep what there is
+        if self._tracing:  # the run ended early: keep the partial trace
             jax.profiler.stop_trace()

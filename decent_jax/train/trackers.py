@@ -1,9 +1,9 @@
-"""Where else the numbers of a run go: TensorBoard, Weights & Biases, or a class of your own.
+"""Trackers of a run's numbers: TensorBoard, Weights & Biases, or your own class.
 
-``config.log.trackers`` names them, between commas: ``"tensorboard,wandb"``. A tracker is a class
-with the methods of `Tracker`. One of your own needs nothing else: its name is its path, such as
-``"mypackage.logs.MyTracker"``, or ``"my_logs.MyTracker"`` for a ``my_logs.py`` beside the config
-file, or one that `register` gave it.
+``config.log.trackers`` names them, comma-separated: ``"tensorboard,wandb"``. A tracker is a class
+with the methods of `Tracker`. Your own needs nothing else: its name is its path, such as
+``"mypackage.logs.MyTracker"``, or ``"my_logs.MyTracker"`` for a ``my_logs.py`` next to the config
+file, or a name from `register`.
 """
 
 import importlib.util
@@ -22,14 +22,14 @@ from decent_jax.ground.json_files import flat, plain, write_atomic
 
 
 class Tracker(Protocol):
-    """A place for the numbers of a run; process 0 of the run has one.
+    """Receives the numbers of a run, in process 0.
 
-    Training waits for each call. A tracker that raises is dropped with a sentence, and the run goes
-    on without it.
+    Training waits for each call. A tracker that raises is dropped with a message, and the run
+    continues without it.
     """
 
     def __init__(self, workdir: Path, start_step: int):
-        """Begin, or go on after ``start_step`` steps: what came later is about to come again."""
+        """Start, or resume after ``start_step`` steps: later steps will be logged again."""
 
     def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
         """The config, flat: ``{"model.layers": 12}``; once per session, before the first row."""
@@ -38,10 +38,10 @@ class Tracker(Protocol):
         """Numbers of a row of ``metrics.jsonl``; a step may come twice, with other names."""
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """What ``summary.json`` holds, nested; at the end, also of an interrupted session."""
+        """The contents of ``summary.json``, nested; at the end, also of an interrupted session."""
 
     def finish(self) -> None:
-        """The session ends, whatever ended it."""
+        """The session ends, for whatever reason."""
 
 
 # By name, what makes one from (workdir, start_step).
@@ -49,7 +49,7 @@ TRACKERS: dict[str, Callable[..., Any]] = {}
 
 
 def register(name: str, tracker: Callable[..., Any]) -> None:
-    """Makes ``config.log.trackers = name`` stand for a class, in this process.
+    """Registers a class under ``config.log.trackers = name``, in this process.
 
     Args:
       name: for configs.
@@ -89,12 +89,12 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 class Trackers:
-    """The trackers of a run as one, which raises nothing.
+    """All trackers of a run as one that never raises.
 
     Args:
-      makes: by name, what makes one.
+      makes: factories by name.
       workdir, start_step: for them.
-      say: gets a sentence for each that is dropped.
+      say: called with a message for each dropped tracker.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Trackers:
                 self._say(f"log.trackers: {name} failed and gets no more rows ({what})")
 
 
-# --- Those that come with the package -------------------------------------------------------------
+# --- Included trackers ----------------------------------------------------------------------------
 
 
 class TensorBoard:
@@ -145,11 +145,11 @@ class TensorBoard:
     def __init__(self, workdir: Path, start_step: int):
         from tensorboardX import SummaryWriter
 
-        # purge_step hides what an earlier session wrote past the step it is resumed from.
+        # purge_step hides points that an earlier session wrote past the resumed step.
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
     def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
-        """The config as a text, beside the curves."""
+        """The config as text, next to the curves."""
         self._write("config", config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -158,7 +158,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """The summary as a text."""
+        """The summary as text."""
         self._write("summary", flat(summary))
 
     def finish(self) -> None:

@@ -32,10 +32,10 @@ from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.trackers import Trackers
 
 LOCK = ".lock"
-PATIENCE_S = 2.0  # after Ctrl-C, until another one means "at once"
-_SHARED_S = 10.0  # until a file of process 0 is there for all, if they share the folder
-_LOOK_S = 0.1  # between two looks at a lock
-_LONGEST_LIST = 60  # characters of the changes of a config in one sentence
+PATIENCE_S = 2.0  # after Ctrl-C, until another one means "exit at once"
+_SHARED_S = 10.0  # until a file of process 0 is visible to all, if they share the folder
+_LOOK_S = 0.1  # between two attempts at a lock
+_LONGEST_LIST = 60  # characters for the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -56,12 +56,12 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
             json_files.check_regular(path / LOCK)
             lock = held.enter_context(open(path / LOCK, "a+", errors="replace"))
             if not work.quiet:
-                # Of a process of this run that the supervisor took for lost: it ends soon.
+                # Held by a process of this run that the supervisor considers lost: it ends soon.
                 patience_s = 2 * config.cluster.heartbeat_s if PLACE in os.environ else 0.0
                 _lock(lock, path, patience_s)
         except ConfigError:
             raise
-        except (OSError, ValueError) as error:  # ValueError: no path at all
+        except (OSError, ValueError) as error:  # ValueError: not a path
             why = getattr(error, "strerror", None) or error
             raise _refusal(path, f"cannot be written: {why}") from None
         try:
@@ -71,7 +71,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
                 yield work
             finally:
                 work.trackers.finish()
-        except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
+        except ConfigError:  # refused: a folder with only the lock was created for it
             if made:
                 with contextlib.suppress(OSError):
                     (path / LOCK).unlink()
@@ -86,8 +86,8 @@ class Workdir:
       path: absolute.
       config: of the run.
       quiet: True on all processes but the first.
-      trackers: of the run; there are none before `open_metrics`.
-      progress: the bar that `say` and `announce` must not break, while there is one.
+      trackers: of the run; none before `open_metrics`.
+      progress: the current progress bar, if any, which `say` and `announce` must not break.
     """
 
     def __init__(self, path: Path, config: ConfigDict):
@@ -109,7 +109,7 @@ class Workdir:
             print(message, file=sys.stderr, flush=True)
 
     def announce(self, message: str, once: bool = False) -> AbstractContextManager:
-        """A context that prints what the user waits for; ``once``: the first time only."""
+        """A context that prints what the user waits for; ``once``: only the first time."""
         if once and message in self._announced:
             return contextlib.nullcontext()
         self._announced.add(message)
@@ -118,12 +118,12 @@ class Workdir:
         return announce(message, quiet=self.quiet, brief=self._accepted)
 
     def accept(self) -> None:
-        """From now on announce brief waits, too; a run refused before prints only the reason."""
+        """From now on, also announce brief waits; a run refused earlier prints only the reason."""
         self._accepted = True
 
     @contextlib.contextmanager
     def show_progress(self, steps: int | None, start: int) -> Iterator[Progress]:
-        """A context with a `Progress` bar from ``start`` to ``steps``; None: not known."""
+        """A context with a `Progress` bar from ``start`` to ``steps``; None: unknown."""
         with Progress(steps, start, quiet=self.quiet) as self.progress:
             try:
                 yield self.progress
@@ -149,7 +149,7 @@ class Workdir:
             raise _refusal(self.path, f"{why} only {allowed}")
 
     def check_shared(self) -> None:
-        """Refuse to train where the processes do not have one and the same folder."""
+        """Refuse to train if the processes do not share the same directory."""
         mark = None
         if not self.quiet:
             file, mark = tempfile.mkstemp(prefix=".shared-", dir=self.path)
@@ -187,12 +187,12 @@ class Workdir:
     def write_start(
         self, steps: int, unit: str, hosts: Sequence[str], messages: dict[str, float]
     ) -> None:
-        """Write ``run.json``: what a session knows at its start and no row repeats.
+        """Write ``run.json``: facts about a session that no row repeats.
 
         Args:
           steps: of the run.
           unit: of its throughput.
-          hosts: of each replica; empty where they come and go.
+          hosts: of each replica; empty for peers, which come and go.
           messages: by name, bytes per step.
         """
         if not self.quiet:
@@ -201,7 +201,7 @@ class Workdir:
             json_files.write_json_atomic(self.path / START, entries)
 
     def incident(self, sentence: str) -> None:
-        """Say that something failed or was lost, and keep it for `decent-jax status`."""
+        """Report a failure or a loss, and record it for `decent-jax status`."""
         self.say(sentence)
         if not self.quiet:
             goodput_file.add_incident(self.path, sentence)
@@ -253,8 +253,8 @@ class Workdir:
 class Signals:
     """Remembers SIGTERM and Ctrl-C for the loop to act on.
 
-    Launchers send both, or one of them twice. Only who presses Ctrl-C once more after `PATIENCE_S`
-    wants the process to end at once: without a checkpoint, and so with code 1.
+    Launchers send both, or one of them twice. Only a second Ctrl-C after `PATIENCE_S` means that
+    the process should exit at once: without a checkpoint, and therefore with code 1.
 
     Attributes:
       received: the number of the first signal, or None.

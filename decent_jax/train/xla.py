@@ -1,4 +1,4 @@
-"""How programs are compiled: XLA's options for a step, its memory, and the user's cache.
+"""Compilation: XLA's options for a step, its memory, and the user's cache.
 
 The options that the user sets in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` take precedence over those
 here.
@@ -42,7 +42,7 @@ FOR_CPUS = cpu.COMPILER_OPTIONS
 
 CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read longest ago
 
-_MIN_SECONDS = 0.2  # what compiles faster is not worth a file
+_MIN_SECONDS = 0.2  # seconds; faster compilations are not worth a file
 
 
 def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[s
 def _starts_early(fsdp, schedule, tx) -> bool:
     """Whether it helps to start messages at the top of the step.
 
-    Not where a replica has several devices: XLA gathers its arrays as the gradient needs them, on
-    the stream that messages to other replicas would then occupy. Nor where groups send to each
-    other and the method does not hold back the last stage (`decent_jax.gossip.mix`), before which
-    XLA would wait for the messages at the top of the step.
+    It does not if a replica has several devices: XLA gathers its arrays as the gradient needs them,
+    on the stream that messages to other replicas would occupy. Nor does it if groups send to each
+    other and the method does not hold back the last stage (`decent_jax.gossip.mix`): XLA would wait
+    for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
     return fsdp == 1 and (isinstance(tx, EarlyMixing | Delayed) or not in_stages)
@@ -106,7 +106,7 @@ def known(name: str, value: Any, device: Any = None) -> bool:
 
 
 class Memory(NamedTuple):
-    """Bytes on one device while a program runs, as XLA plans them.
+    """Bytes on one device while a program runs, as planned by XLA.
 
     >>> print(Memory(999_000_000, 1_000_000))
     1.00 GB of memory per device (0.999 of state, 0.00100 while it runs)
@@ -126,7 +126,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(compiled: Any) -> Memory | None:
-    """The memory of a compiled program; None where the backend does not report it."""
+    """The memory of a compiled program; None if the backend does not report it."""
     found = compiled.memory_analysis()
     if found is None:
         return None
@@ -135,15 +135,15 @@ def memory_of(compiled: Any) -> Memory | None:
 
 
 def use_cache() -> Path | None:
-    """Let jax keep compiled programs in the user's cache, so that a second start compiles nothing.
+    """Let jax store compiled programs in the user's cache, so that a second start compiles nothing.
 
-    The folder is ``$XDG_CACHE_HOME/decent_jax/compiled``, by default in ``~/.cache``. Hosts that
-    share a home share it: jax's keys depend on what a CPU can do. jax's own settings take
-    precedence: ``JAX_COMPILATION_CACHE_DIR`` names another folder,
-    ``JAX_ENABLE_COMPILATION_CACHE=false`` keeps nothing.
+    The folder is ``$XDG_CACHE_HOME/decent_jax/compiled``, by default in ``~/.cache``. Hosts with a
+    common home directory share it: jax's keys depend on the features of a CPU. jax's own settings
+    take precedence: ``JAX_COMPILATION_CACHE_DIR`` names another folder,
+    ``JAX_ENABLE_COMPILATION_CACHE=false`` disables it.
 
     Returns:
-      The folder, or None where the user decided otherwise or it cannot be written.
+      The folder, or None if the user decided otherwise or it cannot be written.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
@@ -165,10 +165,10 @@ def use_cache() -> Path | None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files read longest ago until three quarters of `CACHE_LIMIT` are left."""
+    """Remove the least recently read files until three quarters of `CACHE_LIMIT` are left."""
     found = []
     for path in filter(Path.is_file, folder.iterdir()):
-        with contextlib.suppress(OSError):  # another process prunes as well
+        with contextlib.suppress(OSError):  # another process is pruning too
             stat = path.stat()
             found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
     total = sum(size for _, size, _ in found)
