@@ -21,6 +21,8 @@ from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 from several import joins, start_process  # noqa: F401 (fixtures)
 
+from decent_jax.train import synchronous
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
 # process they start; the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,8 +43,8 @@ hypothesis.settings.load_profile("alike")
 
 collect_ignore = ["data/weights/make.py"]  # needs torch; doctests are collected from every file
 
-LONGEST = "pipelines_ray peers multiprocess supervise launchers copies checkpoint docs train faults"
-LONGEST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
+LONGEST = "pipelines_ray peers multiprocess supervise launchers memory_checkpoints checkpoint docs"
+LONGEST = {f"test_{name}": place for place, name in enumerate(f"{LONGEST} train faults".split())}
 
 # Programs of tests run for a few steps, for which LLVM's optimizations do not pay: XLA compiles the
 # gradient of a GPT-2 layer in 0.7 instead of 14 s. They change no HLO, and so no message.
@@ -140,9 +142,11 @@ def compile_once(cache_folder):
     for name, value in wanted.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+    make_step, synchronous.make_step = synchronous.make_step, tiny.shared_step
     variables = {name.upper(): str(value) for name, value in wanted.items()}
     options = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
     yield variables | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "XLA_FLAGS": options}
+    synchronous.make_step = make_step
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

@@ -15,7 +15,7 @@ from decent_jax.ground import extras
 
 extras.need("train", "tqdm")
 
-from tqdm import auto, notebook, tqdm
+from tqdm import auto, tqdm
 
 from decent_jax.ground.format import format_duration, format_number
 
@@ -85,7 +85,9 @@ class Progress:
 
     def __init__(self, total_steps: int | None, start_step: int = 0, quiet: bool = False):
         self._quiet = quiet
-        self._has_bar = sys.stderr.isatty() or issubclass(auto.tqdm, notebook.tqdm_notebook)
+        # tqdm imports it, and IPython with it, in a notebook with ipywidgets only.
+        bars = getattr(sys.modules.get("tqdm.notebook"), "tqdm_notebook", ())
+        self._has_bar = sys.stderr.isatty() or issubclass(auto.tqdm, bars)
         self._bar = (auto.tqdm if self._has_bar else _Hidden)(
             total=total_steps,
             initial=start_step,

@@ -3,12 +3,13 @@
 import importlib.metadata
 import itertools
 import re
-import socket
 import threading
 
+import jax
 import numpy as np
 import pytest
 import tiny
+from refusals import refuses
 from several import cluster_flags, free_port, said, slurm
 
 from decent_jax.cluster import preflight, rendezvous
@@ -120,15 +121,13 @@ def test_processes_that_differ(capsys, tmp_path):
     assert capsys.readouterr().err.splitlines()[-1] == f"decent-jax preflight: {received[0]}"
 
 
-@pytest.mark.slow
-def test_processes_with_different_devices(start_process, tmp_path):
-    program = ["-m", "decent_jax.commands.main", "preflight", "--save", tmp_path / "network.json"]
-    port, here, group = free_port(), socket.gethostname(), []
-    for index in range(2):
-        variables = {"JAX_NUM_CPU_DEVICES": str(index + 1)}
-        group.append(start_process([*program, *cluster_flags(port, 2, index)], **variables))
-    assert [process.wait(timeout=300) for process in group] == [2, 2]
-    sentence = f"devices: 1 on process 0 ({here}), 2 on process 1 ({here})"
-    for process in group:
-        assert said(process) == f"decent-jax preflight: the processes differ in {sentence}\n"
-    assert not (tmp_path / "network.json").exists()
+def test_processes_with_different_devices(monkeypatch):
+    monkeypatch.setattr(preflight.jax, "process_count", lambda: 2)
+    devices = jax.devices()
+    monkeypatch.setattr(
+        preflight.jax, "local_devices", lambda process_index: devices[: process_index + 1]
+    )
+    with refuses("devices: 1 on process 0 (a), 2 on process 1 (b)", error=ConfigError):
+        preflight.check_devices(["a", "b"])
+    monkeypatch.setattr(preflight.jax, "local_devices", lambda process_index: devices[:2])
+    assert preflight.check_devices(["a", "b"]) == [devices[0]] * 2

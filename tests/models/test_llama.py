@@ -12,7 +12,7 @@ from networks import count_of, drawn
 from refusals import refused
 from trees import assert_equal
 
-from decent_jax import tasks, train
+from decent_jax import tasks
 from decent_jax.ground.progress import announce
 from decent_jax.models import decoders, hf_config, llama, weights
 from decent_jax.models.pieces import cross_entropy
@@ -43,7 +43,7 @@ def llama_config(data, **changes):
 
 @pytest.mark.slow
 def test_a_run_trains_is_exported_and_begins_another(tiny_data, tmp_path):
-    train.run(llama_config(tiny_data), tmp_path / "run")
+    tiny.run(llama_config(tiny_data), tmp_path / "run")
     run = saved_model.TrainedRun(tmp_path / "run")
     out = tmp_path / "model.safetensors"
     hf = json.loads(run.call("export", "be exported", out))

@@ -37,6 +37,7 @@ def config_of(data, stages, cuts=1, **changes):
     if config.algorithm != "accum_adam":  # whose programs take long to compile
         config.optimizer.name = "sgd"
     if stages:
+        config.trainer = "pipelines"
         config.pipeline.update(stages=stages, micro_batches=cuts, codec="float32")
     else:
         config.micro_batches = cuts

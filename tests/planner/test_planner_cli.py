@@ -18,7 +18,7 @@ from decent_jax.planner import __main__ as cli
 from decent_jax.planner import network, placement, predict, recommend
 from decent_jax.planner.gossip_placement import evaluate
 from decent_jax.planner.pipeline_time import AVERAGING, StepTime
-from decent_jax.planner.runtime import LogNormal, Workload
+from decent_jax.planner.runtime import Workload
 from decent_jax.train import flags
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt2_openwebtext.py"
@@ -60,13 +60,6 @@ def test_a_network_is_saved_and_read_in_part(capsys, tmp_path):
 def work_of(parameters=124e6, compute_s=0.2, **others):
     """As the flags say it: a third of the compute is forward."""
     return Workload(4 * parameters, compute_s / 3, 2 * compute_s / 3, **others)
-
-
-def test_predict_prints_what_is_predicted(capsys):
-    out = works(capsys, "predict", *TWO, *MODEL, "--sigma", 0.1)
-    work = work_of(compute=LogNormal(0.1))
-    rows = predict.compare(network.preset("nvlink_25gbe", 2, 4), work)
-    assert out == predict.format_table(rows) + "\n"
 
 
 def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):

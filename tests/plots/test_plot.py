@@ -12,7 +12,6 @@ import pytest
 from decent_jax.commands import plot as command
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.run_folder import SCORES, RunFolder, label_runs, load_run, smoothed
-from decent_jax.plots import network
 from decent_jax.plots import runs as plot
 from decent_jax.train.metrics import MetricWriter
 
@@ -51,41 +50,6 @@ def size_of_png(path):
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND"
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-
-
-def test_a_step_as_a_gantt_chart_by_hand():
-    """The last of two steps, of replicas 2 and 0 of three; what began before it is cut off."""
-    events = [("forward", 0, 1, 1.0, 1.5), ("communicate", 2, 1, 0.5, 2.0), ("wait", 1, 1, 1, 2)]
-    events.append(("backward", 0, 0, 0.0, 1.0))
-    ends = np.array([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [2.0, 2.0, 2.5]])
-    figure = network.draw_gantt({"ring": (events, ends)}, ["a", "b", "c"], [2, 0], steps=1)
-    (axes,) = figure.axes
-    spans = [found.get_paths()[0].get_extents().extents for found in axes.collections]
-    wanted = [(0, 0.6, 500, 1), (0, 0.02, 1000, 0.38), (1500, -0.42, 1500, 0.4)]
-    np.testing.assert_allclose(spans, [*wanted, (1000, 0.58, 1000, 1.4)])
-    assert axes.get_xlim() == (0, 1515) and axes.get_title(loc="left") == "ring"
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["c", "a"]
-    assert axes.get_xlabel() == "milliseconds (2 of 3 replicas)"
-
-
-def test_a_run_of_peers_has_a_lane_for_each(tmp_path):
-    """Peer 0 trains throughout, peer 1 dies and is replaced, peer 2 joins late."""
-    folder = make_run(tmp_path / "run", perf__wall_time_s=None)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        s = row["step"]
-        alive = {0: True, 1: s < 20 or s > 30, 2: s > 40}
-        for k in (k for k in alive if alive[k]):
-            row |= {f"peers/{k}/steps": 4.0 * s, f"peers/{k}/stale": float(s % 5)}
-            row[f"peers/{k}/generation"] = float(k == 1 and s > 30)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lanes = figure_of(folder).axes[-1]
-    assert lanes.get_title(loc="left") == "Peers"
-    marks = {(line.get_marker(), *line.get_xydata()[0].tolist()) for line in lanes.lines}
-    marks = {mark for mark in marks if mark[0] in ">X"}
-    assert marks == {("X", 19.0, 1.0), (">", 31.0, 1.0), (">", 41.0, 2.0)}
-    assert [text.get_text() for text in lanes.texts] == ["240 steps"] * 3
-    assert [label.get_text() for label in lanes.get_yticklabels()] == ["peer 0", "peer 1", "peer 2"]
 
 
 def test_a_diverged_run_and_a_distance_of_zero_are_labelled(tmp_path):

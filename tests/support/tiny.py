@@ -6,6 +6,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -14,9 +15,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from decent_jax import train
+from decent_jax.cpu import gloo
 from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.optim import METHODS
 from decent_jax.plots import runs as plot
 from decent_jax.train import loop
+from decent_jax.train import step as step_lib
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
@@ -74,9 +78,12 @@ def _with_settings(result, changes):
     return result
 
 
+# The curves would take a third of a process that makes a few steps.
 CONFIG_FILE = """
-import sys
+import sys, types
 sys.path.insert(0, {folder!r})
+if "pytest" not in sys.modules:
+    sys.modules["decent_jax.plots.runs"] = types.SimpleNamespace(plot_runs=lambda paths: None)
 
 def get_config():
     from ml_collections import ConfigDict
@@ -112,6 +119,28 @@ def run(config, folder: Path, **of_loop) -> Path:
         with open_experiment(config, folder) as (experiment, work):
             loop.train(Synchronous(experiment, work), work, **of_loop)
     return folder
+
+
+# Sections of a config, and single fields, that no step of a run depends on.
+NOT_OF_STEPS = "checkpoint cluster eval log max_consensus_distance max_failing_steps recovery"
+_steps: dict[tuple, Callable] = {}
+
+
+def shared_step(config, task, tx, rate, schedule, placement, *kept):
+    """`decent_jax.train.step.make_step`, the same for all runs whose steps are alike.
+
+    To trace and lower it takes two thirds of a tiny run.
+    """
+    told = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_STEPS.split()}
+    if config.lr_schedule.name == "constant":
+        del told["steps"]
+    if config.task == "toys.waves":
+        del told["data"]  # from which another task may read how to augment images
+    key = json.dumps(told, sort_keys=True), type(task).loss, gloo.used()
+    key += METHODS[config.algorithm], tuple(placement.mesh.devices.flat), *kept
+    if key not in _steps:
+        _steps[key] = step_lib.make_step(config, task, tx, rate, schedule, placement, *kept)
+    return _steps[key]
 
 
 def summary(workdir) -> dict:

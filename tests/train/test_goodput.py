@@ -1,7 +1,6 @@
 """What the time of a run is spent on: by hand, over random deaths, and in real runs."""
 
 import itertools
-import json
 import threading
 import time
 from types import SimpleNamespace
@@ -208,14 +207,6 @@ def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recov
     with pytest.raises(Killed):
         session(0.0, 12, killed_in=9)  # after eight steps, the checkpoint is of the sixth
     assert session(1000.0, 12) == {"steps": 120.0, "lost": 20.0, "recovery": 920.0}
-
-
-def test_a_damaged_goodput_file_begins_anew(tmp_path):
-    folder = tiny.run(tiny.waves(steps=2), tmp_path)
-    (folder / goodput_file.FILE).write_text(json.dumps({"seconds": {"steps": "many"}}))
-    tiny.run(tiny.waves(steps=4), folder)
-    seconds = tiny.summary(folder)["goodput"]["seconds"]
-    assert seconds["steps"] > 0 and seconds["recovery"] >= 0
 
 
 # --- The peak of devices --------------------------------------------------------------------------

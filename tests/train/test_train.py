@@ -52,10 +52,8 @@ LAYOUTS = {
     "2 devices, one after the other": {"devices": 2, "sequential_replicas": True},
     "a device each": {"devices": 4},
 }
-NODES = {"schedule": "alternating_exp_ring", "replicas_per_node": 2}
 CASES = {
     "one_peer_exp": ({"schedule": "one_peer_exp"}, "2 devices, one after the other"),
-    "nodes of 2": (NODES, "a device each"),
     "all_reduce": ({"algorithm": "all_reduce"}, "2 devices"),
     "atc": ({"combine": "atc", "mix_every": 3, "schedule": "ring"}, "a device each"),
 }
