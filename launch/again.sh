@@ -5,7 +5,8 @@
 #
 # So /dev/shm stays, with the in-memory checkpoints of the process (recovery.every), and all
 # processes resume from them. It ends with the command's code where that is done (0), failed (1) or
-# refused (2), after SIGTERM, which it passes on (also as process 1), and after AGAIN starts (20).
+# refused (2), or where it was interrupted and has saved (130, 143); after SIGTERM, which it passes
+# on (also as process 1); and after AGAIN starts (20).
 set -u
 
 stopped=
@@ -23,7 +24,7 @@ for ((k = 0; k < ${AGAIN:-20}; k++)); do
         code=$?
         kill -0 "$child" 2>/dev/null || break # else a signal has ended the waiting
     done
-    [[ -n $stopped || $code -le 2 ]] && exit "$code"
+    [[ -n $stopped || $code -le 2 || $code == 130 || $code == 143 ]] && exit "$code"
     echo "again.sh: the process ended with code $code" >&2
 done
 exit "$code"

@@ -30,7 +30,7 @@ from absl import flags
 
 from decent_jax.data import worker_pool
 from decent_jax.data.partition import Partition
-from decent_jax.ground.errors import DataError
+from decent_jax.ground.errors import DataError, unforeseen
 from decent_jax.ground.format import format_bytes
 
 _MEMORY = "/dev/shm"  # through which readers hand over their batches
@@ -284,10 +284,12 @@ def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
 
 @contextlib.contextmanager
 def _failures_told(workers: int) -> Iterator[None]:
-    """DataError, with a sentence, where a file cannot be read or a reader died."""
+    """DataError, with a sentence, where a batch cannot be read, for whatever reason."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (DataError, StopIteration):
+        raise
+    except Exception as error:  # of anybody's source
         died = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
         code = int(died[1]) if died else 0
         if workers and (code == -signal.SIGBUS or getattr(error, "errno", 0) == errno.ENOSPC):
@@ -301,6 +303,4 @@ def _failures_told(workers: int) -> Iterator[None]:
             raise DataError(
                 f"one of the {workers} readers (data.workers) {how}; if memory is short, use fewer"
             ) from error
-        if not isinstance(error, OSError):
-            raise
-        raise DataError(f"a batch cannot be read: {type(error).__name__}: {error}") from error
+        raise DataError(f"a batch cannot be read: {unforeseen(error)}") from error

@@ -4,8 +4,9 @@ A method is one function, ``step(params, own, round, local)``, passed to `method
 ``local`` once for the local update, and `Mixing` to communicate.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -80,13 +81,26 @@ class Local:
         old = self.state.inner
         given = self.extra if self.value is None else {"value": self.value, **self.extra}
         state = old if self.replica is None else trees.with_own_keys(old, self.replica)
-        change, inner = self.optimizer.update(self.grads, state, params, **given)
+        with _needs_no_more():
+            change, inner = self.optimizer.update(self.grads, state, params, **given)
         ok = trees.acceptable(self.grads, self.value)
         ok &= trees.unspoiled(change) & self.active
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
         return update, trees.select(ok, inner, old), ok
+
+
+@contextlib.contextmanager
+def _needs_no_more() -> Iterator[None]:
+    """One sentence where a local optimizer, such as `optax.lbfgs`, wants more than others do."""
+    try:
+        yield
+    except (TypeError, AttributeError, ValueError) as error:
+        raise TypeError(
+            f"the local optimizer needs more than parameters, gradient and loss ({error}); give "
+            "update() what it lacks, or use another one, such as optax.adamw"
+        ) from error
 
 
 def method(
@@ -125,7 +139,9 @@ def method(
             validation.mixes(optimizer, params)
         # Separate buffers: a donated state must not hold an array twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
+        with _needs_no_more():
+            kept = optimizer.init(params)
+        return GuardedState(kept, count, skipped, failing, own(params))
 
     def update(
         updates,

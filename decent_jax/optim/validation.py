@@ -80,6 +80,64 @@ def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
                 f"({jax.tree_util.keystr(path)}), which mixing would not move; use another one, "
                 "such as optax.adamw, or all_reduce"
             )
+    if _sets(optimizer, shapes):
+        raise ValueError(
+            "the local optimizer sets the parameters: its update is a value of its own less the "
+            "parameters, which takes back what mixing moved; use another one, such as optax.adamw, "
+            "or all_reduce"
+        )
+
+
+# Primitives that hand on their first operand.
+_HAND_ON = ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
+
+
+def _sets(optimizer: optax.GradientTransformation, shapes: Any) -> bool:
+    """Whether an update is something less the parameters, as the program of the update says."""
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def update(leaves, gradients, loss):
+        params, extra = structure.unflatten(leaves), optax.with_extra_args_support(optimizer)
+        given = structure.unflatten(gradients), extra.init(params), params
+        return jax.tree.leaves(extra.update(*given, value=loss)[0])
+
+    try:
+        program = jax.make_jaxpr(update)(leaves, leaves, jnp.float32(0)).jaxpr
+    except Exception:  # it needs more, and will say so
+        return False
+
+    def bodies(eqn, at, params, made):
+        """(the output, parameters and equations) of each program within an equation."""
+        inner, operands = eqn.params.get("branches", ()), eqn.invars[1:]
+        if "jaxpr" in eqn.params or "call_jaxpr" in eqn.params:
+            inner, operands = [eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))], eqn.invars
+        for body in (getattr(one, "jaxpr", one) for one in inner):
+            own = {x for x, y in zip(body.invars, operands) if is_params(y, params, made)}  # noqa: B905
+            yield body.outvars[at], own, equations(body)
+
+    def equations(body):
+        return {out: eqn for eqn in body.eqns for out in eqn.outvars}
+
+    def is_params(var, params, made):
+        if isinstance(var, Literal) or var in params or var not in made:
+            return not isinstance(var, Literal) and var in params
+        eqn = made[var]
+        if eqn.primitive.name in _HAND_ON:
+            return is_params(eqn.invars[0], params, made)
+        return any(is_params(*b) for b in bodies(eqn, eqn.outvars.index(var), params, made))
+
+    def takes_back(var, params, made):
+        if isinstance(var, Literal) or var not in made:
+            return False
+        eqn = made[var]
+        if eqn.primitive.name == "sub":
+            return is_params(eqn.invars[1], params, made)
+        if eqn.primitive.name in (*_HAND_ON, "mul", "div", "select_n"):
+            return any(takes_back(operand, params, made) for operand in eqn.invars)
+        return any(takes_back(*b) for b in bodies(eqn, eqn.outvars.index(var), params, made))
+
+    params, made = set(program.invars[: len(leaves)]), equations(program)
+    return any(takes_back(out, params, made) for out in program.outvars)
 
 
 def is_schedule(method: str, given: Any) -> None:

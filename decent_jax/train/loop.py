@@ -17,7 +17,7 @@ from decent_jax.ground import goodput_file
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train import algorithm, goodput
-from decent_jax.train.checkpoint import Saver
+from decent_jax.train.checkpoint import Saver, what_next
 from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.goodput import Clock, Ledger
@@ -183,7 +183,7 @@ def train(
                     evaluate_at(done, runner, clock, work, writer, saver)
             except DataError as error:  # such as a truncated photograph
                 report.look_at_pending()
-                next_time = "once mended, the same command goes on from the last checkpoint"
+                next_time = f"once mended, {what_next(saver.checkpoints.workdir)}"
                 if jax.process_count() == 1:  # otherwise the others are in the next step
                     if done:
                         saver.save(done, runner.state, clock.seconds, report.begun())

@@ -266,7 +266,14 @@ exit "$code"
 
 @pytest.mark.parametrize(
     ("codes", "starts", "code"),
-    [("75 137 0 0", 3, 0), ("134 1 0", 2, 1), ("2 0", 1, 2), ("75 75 75 75 75", 4, 75)],
+    [
+        ("75 137 0 0", 3, 0),
+        ("134 1 0", 2, 1),
+        ("2 0", 1, 2),
+        ("75 75 75 75 75", 4, 75),
+        ("75 143 0", 2, 143),  # the process got the signal, and not this shell
+        ("130 0", 1, 130),
+    ],
 )
 def test_a_process_starts_again_in_its_container(tmp_path, codes, starts, code):
     program = script(tmp_path / "program", ENDING)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusals import refuses
 
 from decent_jax import optim, replicas, topology
 
@@ -101,6 +102,80 @@ def test_an_optimizer_mixes_or_is_refused():
         assert far < 1 - scale + noise, (name, far)
     spread = {name: np.ptp(np.asarray(found["own"]), axis=0).max() for name, found in x.items()}
     assert not {name: far for name, far in spread.items() if far > 1.5}  # of the targets 5
+
+
+def sgd_from(start, first):
+    """Gradient descent on a copy of the parameters, to which it sets them."""
+
+    def update(grads, state, params):
+        count, kept = state
+        kept = jax.tree.map(lambda k, x: first(count, k, x), kept, params)
+        after = jax.tree.map(lambda k, g: k - 0.1 * g, kept, grads)
+        return jax.tree.map(jnp.subtract, after, params), (count + 1, after)
+
+    return optax.GradientTransformation(lambda x: (jnp.int32(0), jax.tree.map(start, x)), update)
+
+
+def kept(count, k, x):
+    return k
+
+
+SETS = {
+    "a sum": sgd_from(lambda x: x + 0.0, kept),
+    "at first": sgd_from(jnp.zeros_like, lambda t, k, x: jnp.where(t == 0, x, k)),
+    "rounded": sgd_from(lambda x: x.astype(jnp.float16).astype(x.dtype) * 1, kept),
+    "constant": optax.stateless(lambda u, p: jax.tree.map(lambda x: 1.0 - x, p)),
+}
+AROUND = {
+    "alone": lambda tx: tx,
+    "jit": lambda tx: optax.GradientTransformation(tx.init, jax.jit(tx.update)),
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx, optax.scale(1.0)),
+    "guarded": lambda tx: optax.apply_if_finite(tx, 3),
+    "masked": lambda tx: optax.masked(tx, {"still": False, "own": True}),
+    "in turns": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", SETS)
+def test_an_optimizer_that_sets_the_parameters_is_refused(name, around):
+    """Whatever it keeps, and whatever is around it: it would take back what mixing did."""
+    tx = AROUND[around](SETS[name])
+    x = jax.tree.map(lambda x: x[0], start())
+    with refuses("parameters", "all_reduce"):
+        optim.decentralized(tx, RING).init(x)
+    optim.all_reduce(tx).init(x)
+
+
+DOES_NOT_SET = {
+    "decay": optax.adamw(0.1, weight_decay=0.5),
+    "projection": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
+    "trust ratio": optax.lamb(0.1, weight_decay=0.5),
+    "proximal": optax.stateless(lambda u, p: jax.tree.map(lambda g, x: -0.1 * (g + x), u, p)),
+}
+
+
+@pytest.mark.parametrize("name", DOES_NOT_SET)
+def test_an_optimizer_that_moves_the_parameters_is_not(name):
+    optim.decentralized(DOES_NOT_SET[name], RING).init(jax.tree.map(lambda x: x[0], start()))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.lbfgs(0.1),
+        optax.contrib.sophia(0.1),
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    ],
+    ids=["lbfgs", "sophia", "line search"],
+)
+def test_an_optimizer_that_needs_more_is_one_sentence(inner):
+    """In a loop of the user's own; a named one in a config is refused at the start."""
+    tx = optim.decentralized(inner, RING)
+    state = jax.vmap(tx.init)(start())
+    one = jax.vmap(lambda x, s: tx.update(x, s, x, round=0, value=0.0), axis_name="replica")
+    with refuses("local optimizer", "optax.adamw", error=TypeError):
+        one(start(), state)
 
 
 def bad_from(step):

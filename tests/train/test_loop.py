@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import line_task
 import numpy as np
 import pytest
+import small_runs
 import tiny
 from refusals import refuses
 
@@ -241,3 +243,24 @@ def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tiny_data, 
     monkeypatch.setattr(os, "sysconf", lambda name: 50 if "PAGES" in name else 4096)
     with refuses("4 replicas", "205kB", error=ConfigError):
         train.dry_run(tiny.config(tiny_data))
+
+
+def test_a_source_that_raises_late_costs_no_step(tmp_path, monkeypatch):
+    """Whatever it raises: the state is saved, and the same command goes on from there."""
+    good, bad = line_task.Points.__getitem__, {"at": 80}
+
+    def read(self, index):
+        bad["at"] -= 1
+        if not bad["at"]:
+            raise KeyError("row 7 of the user's table")
+        return good(self, index)
+
+    config = small_runs.config("line_task", steps=30)
+    config.data.prefetch = 1
+    monkeypatch.setattr(line_task.Points, "__getitem__", read)
+    with refuses("row 7", "test_loop.py, line", "from the checkpoint", error=TrainingFailed):
+        tiny.run(config, tmp_path)
+    [step] = tiny.saved_steps(tmp_path)
+    assert 0 < step < 30 and len(tiny.rows(tmp_path)) == step
+    tiny.run(config, tmp_path)
+    assert tiny.saved_steps(tmp_path)[-1] == 30
