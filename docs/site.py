@@ -1,7 +1,7 @@
-"""What the site has besides `docs/`: the README and its neighbours, the config's fields, the API.
+"""Generated pages of the site: the README and its neighbours, the config's fields, the API.
 
-mkdocs runs this (`hooks` of mkdocs.yml). Each page comes from where its content is kept, so that
-nothing is written twice.
+mkdocs runs this (`hooks` of mkdocs.yml). Each page is built from its source, so nothing is written
+twice.
 """
 
 import html
@@ -30,23 +30,23 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 
-# Pages of the API: the rooms in the order in which one meets them, with what each page says first.
+# Pages of the API: the rooms in reading order, with the first line of each page.
 API = {
-    "topology": "Who averages with whom; NumPy only.",
+    "topology": "Communication graphs: schedules of mixing matrices; NumPy only.",
     "gossip": "A round as messages between replicas.",
-    "replicas": "n copies of the parameters in one pytree.",
+    "replicas": "The parameters of n replicas in one pytree.",
     "optim": "Methods as optax transformations.",
-    "optim.contrib": "Methods that few use.",
+    "optim.contrib": "Rarely used methods.",
     "train": "A run: config, step, loop, evaluation, checkpoints.",
     "tasks": "What is trained: the interface of a task.",
     "models": "Flax NNX models behind functions.",
-    "data": "Sources, loaders, and what prepares them.",
-    "cluster": "Processes of one program.",
-    "actors": "Processes by Ray.",
+    "data": "Sources, loaders, and data preparation.",
+    "cluster": "Processes of one program: start-up barrier, watch, supervisor.",
+    "actors": "Processes started by Ray.",
     "peers": "Replicas without a common step (experimental).",
     "pipelines": "Replicas cut into stages (experimental).",
     "planner": "Predict step times, recommend a schedule, place replicas (experimental).",
-    "plan": "What a planner decides and runners read.",
+    "plan": "The plan file: written by the planner, read by runs.",
     "plots": "Every picture, in one style.",
     "ground": "Errors, formats, files, fields of a config, progress.",
     "commands": "The commands of `decent-jax`.",

@@ -1,1 +1,1 @@
-"""What every room may import: errors, formats, files, fields of a config, progress."""
+"""Common to all rooms: errors, formats, files, config fields, progress."""

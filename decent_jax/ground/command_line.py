@@ -1,4 +1,4 @@
-"""What the commands share: flags, refusals, names of config files, and what may be overwritten."""
+"""Shared by the commands: flags, refusals, config names, and protection of files."""
 
 import argparse
 import functools
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", type=kind, default=field.default, help=about)
 
     def parse_known_args(self, args=None, namespace=None):
-        """As of `argparse`; raises ConfigError for a value out of bounds."""
+        """As in `argparse`; raises ConfigError for a value out of bounds."""
         found, rest = super().parse_known_args(args, namespace)
         for name, field in self._fields.items():
             field.check(f"--{name}", getattr(found, name))
@@ -52,7 +52,7 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
         def called(*arguments: Any, **options: Any) -> int:
             try:
                 return main(*arguments, **options)
-            except BrokenPipeError:  # the reader has seen enough; see `console`
+            except BrokenPipeError:  # broken pipe; see `console`
                 raise
             except (ValueError, RunError, Unavailable, OSError) as error:
                 said = str(ConfigError(error))
@@ -67,7 +67,7 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 def model_parser(name: str, description: str | None) -> Parser:
-    """A parser with the flags by which `sample`, `export` and `translate` choose a model."""
+    """A parser with the flags that choose a model in `sample`, `export` and `translate`."""
     parser = Parser(prog=f"decent-jax {name}", description=description)
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
     which = "consensus of the newest checkpoint (default), or that with the best validation loss"
@@ -78,20 +78,20 @@ def model_parser(name: str, description: str | None) -> Parser:
 # --- Config files ---------------------------------------------------------------------------------
 
 _PACKAGE = Path(__file__).parents[1]
-# A wheel has them inside the package, a checkout beside it.
+# Inside the package in a wheel, next to it in a checkout.
 _FOLDER = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), None)
 
-# Those that come with the package, by name, such as "quickstart".
+# The included configs by name, such as "quickstart".
 CONFIGS = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))} if _FOLDER else {}
 
 
 def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
-    """One name of each kind, out of the ``arguments`` that `get_config` of a config file gets.
+    """One name of each kind, from the ``arguments`` of a config file's `get_config`.
 
-    They come in any order, and the first name of a kind is chosen where there is none of it.
+    They may come in any order; the default of a kind is its first name.
 
     Raises:
-      ConfigError: a name is of no kind, or two are of one.
+      ConfigError: a name is of no kind, or two names are of the same kind.
 
     >>> chosen("runlocal,ring", ("complete", "ring"), ("", "runlocal"))
     ['ring', 'runlocal']
@@ -108,9 +108,9 @@ def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
 
 
 def output_file(text: str, endings: Sequence[str] = ()) -> Path:
-    """The ``type`` of a flag: a file that can be written, in a folder that exists.
+    """The ``type`` of a flag: a writable file in an existing folder.
 
-    Checked when the flags are read and not after the work.
+    Checked when the flags are parsed, not after the work.
 
     Args:
       text: the path.
@@ -140,12 +140,12 @@ _OURS = re.compile(rb"(\{|\x89PNG|%PDF|<\?xml|<!doctype html>).*" + MARK.encode(
 
 
 def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OURS) -> None:
-    """Raises ConfigError where ``path`` is anything but a file that this package wrote.
+    """Raises ConfigError if ``path`` is anything but a file written by this package.
 
     Args:
-      path: of the file that ``flag`` names.
+      path: of the file in ``flag``.
       flag: for the message, such as ``"--out"``.
-      ours: what the content of such a file begins with.
+      ours: pattern for the first bytes of such a file.
     """
     path = Path(path)
     if path.is_dir():
@@ -165,11 +165,11 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
 def check_removable(
     folder: Path, ours: re.Pattern[str], error: type[Exception] = ConfigError
 ) -> None:
-    """Raises ``error`` where a folder, which is to be removed, holds more than our own files.
+    """Raises ``error`` if a folder that will be removed holds more than our own files.
 
     Args:
-      folder: that exists.
-      ours: the names of our files in it, and of our folders with a "/" behind them.
+      folder: an existing folder.
+      ours: the names of our files in it, and of our folders with a trailing "/".
       error: ConfigError or DataError.
     """
     for path in sorted(folder.iterdir()):

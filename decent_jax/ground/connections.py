@@ -1,11 +1,11 @@
 """Connections between the processes of one run, at ports that anybody may reach.
 
-Both sides first prove by the handshake of `multiprocessing` that they know the run's secret, and
-interpret nothing that comes before. Connections without a proof are bounded in number and in time.
-A message is a header (JSON) and arrays as raw buffers, so that nothing is unpickled.
+Both sides first prove, with the handshake of `multiprocessing`, that they know the run's secret,
+and interpret nothing before that. Unauthenticated connections are limited in number and time.
+A message is a header (JSON) and arrays as raw buffers, so nothing is unpickled.
 
-Actors of Ray use them too: arguments of calls to one actor would share its link, and all would
-arrive late, instead of the first one early.
+Ray actors use them too: arguments of concurrent calls to one actor would share its link, so all
+would arrive late instead of the first one early.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import numpy as np
 Address = tuple[str, int]  # IP address and port
 
 HANDSHAKE_S = 10.0  # for both proofs together
-GUESTS = 200  # connections without a proof; beyond, the oldest is closed
+GUESTS = 200  # unauthenticated connections; beyond, the oldest is closed
 LARGEST_HEADER = 1 << 20  # bytes
 _TICK_S = 0.1
 
@@ -34,10 +34,10 @@ class Listener:
 
     Args:
       server: a socket that listens; `close` closes it.
-      secret: that the other side must know.
-      serve: called with each connection and its IP address, after the handshake, in a thread of its
-        own; it closes the connection.
-      left_out: called with the IP address of each stranger.
+      secret: the other side must know it.
+      serve: called with each connection and its IP address, after the handshake, in a separate
+        thread; it closes the connection.
+      left_out: called with the IP address of each rejected client.
       handshake_s: seconds for the handshake.
       guests: connections in a handshake at the same time; beyond, the oldest is closed.
     """
@@ -68,7 +68,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Free the port, and hang up on all that have proved nothing."""
+        """Free the port, and close all unauthenticated connections."""
         self._closed = True
         _hang_up(self._server)  # wakes the thread
         self._thread.join()
@@ -83,7 +83,7 @@ class Listener:
                 guest, address = self._server.accept()
             except TimeoutError:
                 continue
-            except OSError:  # it left at once, or this process has no more file descriptors
+            except OSError:  # it disconnected at once, or this process has no more file descriptors
                 time.sleep(0 if self._closed else _TICK_S)
                 continue
             with self._lock:
@@ -116,15 +116,15 @@ class Listener:
 def listen(
     host: str, secret: bytes, serve: Callable[[Connection], None]
 ) -> tuple[Listener, Address]:
-    """Accept connections of those who know the secret, at a free port of this machine.
+    """Accept connections from clients that know the secret, at a free port of this machine.
 
     Args:
       host: IP address of this machine.
-      serve: gets each connection in a thread of its own, until it closes it or the other side does.
+      serve: called with each connection in a separate thread, until either side closes it.
     """
 
     def serve_until_the_end(connection: Connection, _: str) -> None:
-        with connection, contextlib.suppress(EOFError, OSError):  # others say who has died
+        with connection, contextlib.suppress(EOFError, OSError):  # other code reports who has died
             serve(connection)
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -137,8 +137,8 @@ def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Co
     """A connection to the `Listener` at an address, and to its machine, each within ``seconds``.
 
     Raises:
-      OSError: nobody listens there.
-      AuthenticationError: the one that listens there does not know the secret, or left.
+      OSError: nothing listens there.
+      AuthenticationError: the listener does not know the secret, or disconnected.
     """
     with socket.create_connection(address, timeout=seconds) as link:
         return prove(link, secret, seconds)
@@ -148,10 +148,10 @@ def prove(link: socket.socket, secret: bytes, handshake_s: float = HANDSHAKE_S) 
     """The connection to a `Listener` that ``link`` has reached, after the handshake.
 
     Raises:
-      AuthenticationError: the other side does not know the secret, or left.
+      AuthenticationError: the other side does not know the secret, or disconnected.
     """
     link.settimeout(None)
-    # Send the end of a message without waiting for the receipt of its beginning.
+    # Send the end of a message without waiting for an acknowledgement of its start.
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return _handshake(link, secret, handshake_s, answer_challenge, deliver_challenge)
 
@@ -172,7 +172,7 @@ def _handshake(
 
 @contextlib.contextmanager
 def within(seconds: float, connection: Connection) -> Iterator[None]:
-    """Hang up if this context lasts longer; who then reads from the connection finds its end."""
+    """Close the connection if this context lasts longer; readers then see its end."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         timer = threading.Timer(seconds, _hang_up, (link,))
         timer.daemon = True
@@ -184,7 +184,7 @@ def within(seconds: float, connection: Connection) -> Iterator[None]:
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Let the thread that reads from a connection find its end."""
+    """Let the thread that reads from a connection see its end."""
     with contextlib.suppress(OSError):  # the other side was faster
         link.shutdown(socket.SHUT_RDWR)
 
@@ -193,11 +193,11 @@ def _hang_up(link: socket.socket) -> None:
 
 
 class NoMessage(OSError):
-    """What the other side sends is no message of this program."""
+    """The other side sent something that is not a message of this program."""
 
 
 def send(connection: Connection, header: Any, value: Any = None) -> None:
-    """Send a header that JSON can hold, and a value: None or arrays, in tuples, lists and dicts.
+    """Send a JSON header and a value: None or arrays, in tuples, lists and dicts.
 
     Raises:
       OSError: the other side is gone.
@@ -215,10 +215,10 @@ def receive(connection: Connection) -> tuple[Any, Any]:
 
     Raises:
       EOFError, OSError: the other side is gone, or sends more than it announces.
-      NoMessage: what came is none.
+      NoMessage: the data is not a message.
     """
     arrays = []
-    try:  # a TypeError is also that of a connection which another thread has closed
+    try:  # a connection closed by another thread also raises TypeError
         header, form, kinds = json.loads(connection.recv_bytes(LARGEST_HEADER))
         for name, shape in kinds:
             dtype, size = np.dtype(name), int(np.prod(shape, dtype=np.int64))
@@ -230,7 +230,7 @@ def receive(connection: Connection) -> tuple[Any, Any]:
 
 
 def _form(value: Any, arrays: list[np.ndarray]) -> Any:
-    """The value with a number in the place of each array, which is added to ``arrays``."""
+    """The value with each array replaced by its index in ``arrays``, to which it is added."""
     if value is None:
         return None
     if isinstance(value, dict):

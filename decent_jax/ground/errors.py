@@ -1,7 +1,7 @@
-"""The errors with which a run is refused, or ends early.
+"""The errors that refuse a run or end it early.
 
 Their messages are for a terminal: one line of at most ``longest`` characters. A longer one, which
-quotes a long value of the user, loses its middle; characters that would move a cursor are escaped.
+quotes a long value, loses its middle; control characters are escaped.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from decent_jax.ground.format import printable, shorten, shown
 
 
 class _Sentence(Exception):
-    longest = 600  # characters: those about files name paths, and what libraries say of them
+    longest = 600  # characters: messages about files contain paths and library errors
     code = 1  # with which a command ends
 
     def __init__(self, message: object = ""):
@@ -22,12 +22,12 @@ class _Sentence(Exception):
 
 
 class ConfigError(_Sentence, ValueError):
-    """A config that cannot be run; the message is one sentence that says why and what to do.
+    """A config that cannot be run; the message is one sentence with the reason and the remedy.
 
     Args:
       message: the sentence, which names the field and the value itself.
-      field: what is wrong, as the user writes it: ``"model.width"``, ``"--out"``.
-      value: what was given for it.
+      field: as the user writes it: ``"model.width"``, ``"--out"``.
+      value: the value received.
     """
 
     longest = 270  # with the name of the command before them at most 300
@@ -39,40 +39,40 @@ class ConfigError(_Sentence, ValueError):
 
     @classmethod
     def about(cls, field: str, value: object, why: str) -> "ConfigError":
-        """The sentence ``FIELD WHY, got VALUE``, as most refusals are."""
+        """The sentence ``FIELD WHY, got VALUE``, the form of most refusals."""
         given = shorten(str(value), 120) if isinstance(value, Path) else shown(value)
         return cls(f"{field} {why}, got {given}", field=field, value=value)
 
 
 class DataError(_Sentence, ValueError):
-    """Data or a folder that cannot be used; the message says why and what to do."""
+    """Data or a folder that cannot be used; the message has the reason and the remedy."""
 
 
 class RunError(_Sentence):
-    """A run folder that cannot be read; the message says why in a sentence."""
+    """A run directory that cannot be read; the message is one sentence with the reason."""
 
 
 class TrainingFailed(_Sentence, RuntimeError):
-    """Training cannot go on; the message names the step and the last good checkpoint."""
+    """Training cannot continue; the message names the step and the last good checkpoint."""
 
 
 class CheckpointError(_Sentence, RuntimeError):
-    """No checkpoint can be used; the message says which were tried and why each failed."""
+    """No checkpoint can be used; the message lists those tried, with reasons."""
 
 
 class Interrupted(RuntimeError):
-    """Ctrl-C or SIGTERM, whose number is ``signal``, came; a checkpoint was saved."""
+    """Ctrl-C or SIGTERM (number ``signal``) arrived; a checkpoint was saved."""
 
     def __init__(self, message: str, signal: int):
         super().__init__(message)
         self.code = 128 + signal
 
 
-PEER_LOST = 75  # exit code (EX_TEMPFAIL): this process is well, another was lost; start again
+PEER_LOST = 75  # exit code (EX_TEMPFAIL): another process was lost; run the same command again
 
 
 class PeerLost(_Sentence, RuntimeError):
-    """An exchange with other processes failed; where the lost one is known, the process ends."""
+    """An exchange with other processes failed; if the lost one is known, the process exits."""
 
     code = PEER_LOST
 

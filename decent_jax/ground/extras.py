@@ -1,4 +1,4 @@
-"""Packages and modules by name: those that an extra of pip installs, those that a config names."""
+"""Packages and modules by name: from pip extras, and from configs."""
 
 import importlib
 import importlib.metadata
@@ -12,20 +12,20 @@ from decent_jax.ground.format import shown
 
 
 class Unavailable(ImportError):
-    """A package is not installed, or the system is another one; one sentence says what to do."""
+    """A package is not installed, or the system is unsupported; one sentence with the remedy."""
 
     code = 2
 
 
 def need_system(what: str, *systems: str) -> None:
-    """Check, before the first import of what only they have, that this is one of these systems.
+    """Check that this is one of these systems, before the first import of a specific module.
 
     Args:
-      what: needs them.
-      systems: of `platform.system`.
+      what: the feature that needs them.
+      systems: names from `platform.system`.
 
     Raises:
-      Unavailable: this is another one.
+      Unavailable: this is another system.
     """
     here = platform.system()
     if here not in systems:
@@ -36,7 +36,7 @@ def need_system(what: str, *systems: str) -> None:
 
 
 def need(extra: str, *packages: str) -> None:
-    """Check for packages that ``pip install decent_jax`` does not bring, before their first import.
+    """Check for packages that ``pip install decent_jax`` does not install, before importing them.
 
     Args:
       extra: of pyproject.toml, which lists the packages.
@@ -62,10 +62,10 @@ def version(package: str) -> str:
 
 
 def module_named(path: str, field: str) -> ModuleType:
-    """Imports ``path``, which the field of a config names.
+    """Imports the module ``path`` from a config field.
 
     Raises:
-      ConfigError: there is no such module, or it fails while it is imported.
+      ConfigError: there is no such module, or its import fails.
     """
     if not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
@@ -90,5 +90,5 @@ def module_named(path: str, field: str) -> ModuleType:
 
 
 def same_name(function: Callable, other: Callable) -> bool:
-    """Whether both were defined under one name in one module, such as by a cell that runs again."""
+    """Whether both have the same name and module, for example after a notebook cell reruns."""
     return (function.__module__, function.__qualname__) == (other.__module__, other.__qualname__)

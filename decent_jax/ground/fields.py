@@ -1,6 +1,6 @@
-"""Fields of a config: each one's default, meaning, bound, and whether a resumed run may change it.
+"""Fields of a config: default, meaning, bounds, and whether a resumed run may change them.
 
-A table of fields is a dict from dotted names to `Field`, and the only place with any of the four.
+A table of fields is a dict from dotted names to `Field`, the single source of all four.
 
 >>> table = {"steps": Field(1000, "updates", at_least=1), "log.every": Field(10, "steps")}
 >>> config = build(table)
@@ -25,9 +25,9 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import flat
 
-# Nothing counts or measures more than this unless its field says so.
+# The largest value of a field that has no bound of its own.
 LARGEST = {int: 2**31 - 1, float: 1e15}
-_LONGEST_TEXT = 4096  # characters; file systems allow no longer path
+_LONGEST_TEXT = 4096  # characters; the longest path of file systems
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Field:
     """One field of a config.
 
     Attributes:
-      default: its value where nobody sets it; its type is the field's type.
-      doc: what it means, with the unit, in a line.
+      default: the value if it is not set; its type is the field's type.
+      doc: meaning and unit, in one line.
       at_least: smallest value; None: no bound.
       at_most: largest value; None: `LARGEST` of the type.
       above: the value must be larger than this one.
       below: the value must be smaller than this one.
-      choices: the values it may have.
+      choices: the allowed values.
       duration: a number of steps, or a string such as ``"2 epochs"`` or ``"5%"`` (of the run).
-      may_change: whether a resumed run may have another value than the run that it resumes.
+      may_change: whether a resumed run may have a different value.
     """
 
     default: Any
@@ -57,7 +57,7 @@ class Field:
     may_change: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ConfigError where ``value`` has another type, or is out of bounds."""
+        """Raises ConfigError if ``value`` has the wrong type or is out of bounds."""
         if self.duration:
             parse_duration(name, value)
             return
@@ -75,7 +75,7 @@ class Field:
             raise ConfigError.about(name, value, f"must {wanted}")
 
     def aside(self) -> str:
-        """Its bounds, and whether a resumed run may change it, in words; "" for neither."""
+        """Its bounds, and whether a resumed run may change it, as text; "" for neither."""
         bounds = [("at least", self.at_least), ("at most", self.at_most)]
         bounds += [("above", self.above), ("below", self.below)]
         found = [f"{words} {bound:,}" for words, bound in bounds if bound is not None]
@@ -86,7 +86,7 @@ class Field:
         return "; ".join(found + ["a resumed run may change it"] * self.may_change)
 
     def _missed(self, value: Any) -> str | None:
-        """The bound that a value of the right type does not keep, in words."""
+        """The bound that a value of the right type violates, as text."""
         if isinstance(value, str):
             long = len(value) > _LONGEST_TEXT
             return f"have at most {_LONGEST_TEXT} characters" if long else None
@@ -108,17 +108,17 @@ class Field:
         return None
 
 
-Changeable = functools.partial(Field, may_change=True)  # a resumed run may have another value
+Changeable = functools.partial(Field, may_change=True)  # a resumed run may have a different value
 
 
 def dtype_of_activations(doc: str) -> Field:
-    """The type of a model's activations."""
+    """The dtype of a model's activations."""
     kinds = ("bfloat16", "float16", "float32", "float64")
     return Field("bfloat16", f"type {doc}", choices=kinds)
 
 
 def size_of_preset(doc: str, at_most: int = 2**16) -> Field:
-    """A size of a model; 0, its default, is that of the preset."""
+    """A size of a model; the default 0 means the preset's."""
     return Field(0, f"{doc}; 0: the preset's", at_least=0, at_most=at_most)
 
 
@@ -132,7 +132,7 @@ def build(table: Mapping[str, Field]) -> ConfigDict:
             if section not in group:
                 group[section] = ConfigDict()
             group = group[section]
-        # A duration is an int or a string, whatever its default is.
+        # A duration is an int or a string, whatever the type of its default.
         group[last] = (
             FieldReference(field.default, field_type=object) if field.duration else field.default
         )
@@ -140,7 +140,7 @@ def build(table: Mapping[str, Field]) -> ConfigDict:
 
 
 def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
-    """Check flat ``values`` against a table: the same names, and every value within its bound.
+    """Check flat ``values`` against a table: the same names, and every value within bounds.
 
     Raises:
       ConfigError: naming the field, its value and what was expected.
@@ -157,10 +157,10 @@ def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
 
 
 def parse(field: Field, name: str, text: str) -> Any:
-    """The value that ``text``, from a command line, gives to a field.
+    """The value of a field from a command-line ``text``.
 
     Raises:
-      ConfigError: ``text`` is no value of the field's type.
+      ConfigError: ``text`` is not a value of the field's type.
     """
     kind = type(field.default)
     try:
@@ -175,7 +175,7 @@ def parse(field: Field, name: str, text: str) -> Any:
 
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> str:
-    """The sentence for a field that does not exist."""
+    """The error message for an unknown field."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "; --show prints them all"
     return f"the config has no field {shown(name)}{hint}"
@@ -200,17 +200,17 @@ def parse_duration(name: str, value: int | str) -> tuple[float, str]:
 
 
 def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> int:
-    """A duration in steps, in a run of ``steps``; at least one unless it is 0."""
+    """A duration in steps, for a run of ``steps``; at least one unless it is 0."""
     number, unit = parse_duration(name, value)
     scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
     return max(round(number * scale), 1) if number > 0 else 0
 
 
 def check_rules(config: ConfigDict, *rules: tuple[object, str, str]) -> None:
-    """Check that fields go together: each rule is ``(kept, field, what it must be)``.
+    """Check that fields are compatible: each rule is ``(holds, field, requirement)``.
 
     Raises:
-      ConfigError: about the first field whose rule is not kept.
+      ConfigError: about the first field whose rule does not hold.
     """
     for kept, name, wanted in rules:
         if not kept:
@@ -218,10 +218,10 @@ def check_rules(config: ConfigDict, *rules: tuple[object, str, str]) -> None:
 
 
 def check_allowed(config: ConfigDict, allowed: Mapping[str, Sequence[Any]]) -> None:
-    """Check that fields have values, {field: values}, which the config's ``trainer`` can train.
+    """Check that fields have values, {field: values}, that the config's ``trainer`` supports.
 
     Raises:
-      ConfigError: naming the first other value.
+      ConfigError: naming the first unsupported value.
     """
     values = flat(config)
     for name, wanted in allowed.items():

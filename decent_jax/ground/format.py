@@ -1,11 +1,11 @@
-"""Numbers, durations and names as people read them."""
+"""Human-readable numbers, durations and names."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 
 def format_number(value, digits=3):
-    """A number for people, with about this many significant digits.
+    """A readable number with about this many significant digits.
 
     >>> [format_number(v) for v in (0, 7, 7.0, 0.01234, 999.7, 81234.0, 124_440_000)]
     ['0', '7', '7.00', '0.0123', '1.00k', '81.2k', '124M']
@@ -22,7 +22,7 @@ def format_number(value, digits=3):
 
 
 def format_bytes(value):
-    """A number of bytes in megabytes, or from a thousand of them in gigabytes.
+    """A number of bytes in megabytes, or in gigabytes from a thousand megabytes on.
 
     >>> format_bytes(674_000), format_bytes(1.99e9), format_bytes(1e12)
     ('0.674 MB', '1.99 GB', '1.00 TB')
@@ -34,7 +34,7 @@ def format_bytes(value):
 
 
 def format_duration(seconds):
-    """How long something took.
+    """A readable duration.
 
     >>> format_duration(0.04), format_duration(4.21), format_duration(125), format_duration(7260)
     ('0.04 s', '4.2 s', '2 min 5 s', '2 h 1 min')
@@ -50,7 +50,7 @@ def format_duration(seconds):
 
 
 def shorten(text: str, limit: int) -> str:
-    """``text``, without its middle where it is longer than ``limit`` characters.
+    """``text``, without its middle if it is longer than ``limit`` characters.
 
     >>> shorten("seed must be an int, got 123456789123456789", 30)
     'seed must be an i ... 23456789'

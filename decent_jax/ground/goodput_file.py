@@ -31,7 +31,7 @@ Record = Mapping[str, Any]  # see `decent_jax.train.goodput.Clock.record`
 
 
 def read(path: Path) -> Record | None:
-    """The record in a file; None where there is none, or it is damaged."""
+    """The record in a file; None if there is none, or it is damaged."""
     try:
         found = read_json(path)
         seconds, date, ended = found["seconds"], found["date"], found["ended"]

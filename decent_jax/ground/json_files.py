@@ -16,9 +16,9 @@ _RECORD_BYTES = 512  # of a file that `overwrite_json` writes
 
 
 def check_regular(path: str | Path) -> None:
-    """Raises OSError where the path is a pipe, a socket or a device, which may have no end.
+    """Raises OSError if the path is a pipe, a socket or a device, which may be endless.
 
-    A path where nothing is passes, and so does a folder: whoever opens it finds out.
+    A missing path passes, and so does a folder: opening it will fail.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -27,7 +27,7 @@ def check_regular(path: str | Path) -> None:
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """All bytes of a file; OSError if it is longer than ``most``, or as in `check_regular`."""
-    if not str(path).startswith("/dev/"):  # where shells keep the pipe of <(command)
+    if not str(path).startswith("/dev/"):  # where shells put the pipe of <(command)
         check_regular(path)
     with open(path, "rb") as file:
         data = file.read(most + 1)
@@ -37,15 +37,15 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file; OSError as `read_bytes`, ValueError where it is not UTF-8."""
+    """The text of a file; OSError as in `read_bytes`, ValueError if it is not UTF-8."""
     return read_bytes(path).decode()
 
 
 def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
-    """What a JSON file holds.
+    """The contents of a JSON file.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: there is none; the caller knows what that means.
+      FileNotFoundError, NotADirectoryError: there is none; the caller decides what that means.
       DataError: it cannot be read, or it is ``otherwise``.
     """
     try:
@@ -59,20 +59,20 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
 
 
 def is_whole(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:
-    """Whether an entry of a file is a whole number in these bounds."""
+    """Whether an entry of a file is an integer within these bounds."""
     return type(value) is int and least <= value <= most
 
 
 def is_real(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
-    """Whether an entry of a file is a number in these bounds that is not absurdly large."""
+    """Whether an entry of a file is a number within these bounds and not absurdly large."""
     return type(value) in (int, float) and least <= value < below and abs(value) < 1e300
 
 
 def write_json_atomic(path, obj):
-    """Write `obj` as readable JSON so that a reader finds the old file or the whole new one.
+    """Write `obj` as readable JSON, atomically: a reader sees the old file or the complete new one.
 
-    NumPy and JAX numbers, tuples and paths are accepted; numbers that are not finite become
-    strings, as in the metrics file.
+    NumPy and JAX numbers, tuples and paths are accepted; non-finite numbers become strings, as in
+    the metrics file.
     """
     text = json.dumps(plain(obj), indent=2, allow_nan=False) + "\n"
     write_atomic(Path(path), text.encode())
@@ -94,7 +94,7 @@ def plain(obj):
 
 
 def write_atomic(path, data):
-    """Write the bytes `data` beside `path`, put them on the disk, then rename them into place."""
+    """Write the bytes `data` next to `path`, sync them to disk, then rename them into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -107,10 +107,10 @@ def write_atomic(path, data):
 
 
 def overwrite_json(path: Path, entries: Any) -> None:
-    """Write a small JSON file over the one before it, without waiting for the disk.
+    """Overwrite a small JSON file, without waiting for the disk.
 
-    All are `_RECORD_BYTES` long, so one system call replaces one by another: a reader finds a whole
-    one, and so does whoever comes after a kill. OSError where it cannot be written.
+    All versions are `_RECORD_BYTES` long, so one system call replaces one with another: a reader
+    sees a complete one, also after a kill. OSError if it cannot be written.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -120,7 +120,7 @@ def overwrite_json(path: Path, entries: Any) -> None:
 
 
 def flat(tree, prefix=""):
-    """Nested dicts (or ConfigDicts) as one: ``{"model.layers": 12, ...}``."""
+    """Nested dicts (or ConfigDicts) as a flat dict: ``{"model.layers": 12, ...}``."""
     result = {}
     for key, value in tree.items():
         if hasattr(value, "items"):

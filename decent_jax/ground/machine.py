@@ -15,7 +15,7 @@ def memory_bytes() -> int:
 
 
 def check_memory(needed: float, what: str) -> None:
-    """Raises ConfigError where ``what`` needs more bytes than this machine has."""
+    """Raises ConfigError if ``what`` needs more bytes than this machine has."""
     if needed > memory_bytes():
         raise ConfigError(
             f"{what} needs at least {format_number(needed)}B of memory, and this machine has "
@@ -24,7 +24,7 @@ def check_memory(needed: float, what: str) -> None:
 
 
 def process_seconds() -> float:
-    """Seconds since this process started; 0 where the system does not say."""
+    """Seconds since this process started; 0 if the system does not report it."""
     try:
         after_the_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(after_the_name[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started
@@ -34,10 +34,10 @@ def process_seconds() -> float:
 
 
 def sent_bytes() -> dict[str, int]:
-    """Bytes that this machine (or network namespace) has sent, by where they went.
+    """Bytes that this machine (or network namespace) has sent, by destination.
 
-    ``between_hosts``: over all interfaces but the loopback, which is ``inside_host``. What does not
-    pass the kernel, such as NVLink and InfiniBand's verbs, is not in them. Empty: no Linux.
+    ``inside_host``: over loopback; ``between_hosts``: over all other interfaces. Traffic that
+    bypasses the kernel, such as NVLink and InfiniBand verbs, is not counted. Empty: not Linux.
     """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]

@@ -1,6 +1,6 @@
-"""What the user sees while a command works: what it waits for, and how far it is.
+"""Progress of a command: what it waits for, and how much is done.
 
-On a terminal, and in a notebook with ipywidgets, tqdm's bar shows how far; elsewhere lines do.
+On a terminal, and in a notebook with ipywidgets, it is tqdm's bar; otherwise log lines.
 """
 
 import contextlib
@@ -32,8 +32,9 @@ def announce(
     Args:
       message: without the three dots.
       quiet: print nothing.
-      brief: print also what took less than ``after_s``, unless it raised an error.
-      after_s: seconds before the first words, so that a command refused sooner says only why.
+      brief: also print waits shorter than ``after_s``, unless they raised an error.
+      after_s: seconds before the first words, so that a command refused sooner prints only the
+        reason.
     """
     if quiet:
         yield
@@ -62,7 +63,7 @@ def announce(
 
 
 def progress_bar(total: float | None, show: bool, **options: Any) -> tqdm:
-    """A bar on stderr; in a log file a line every half minute. ``options`` are tqdm's."""
+    """A bar on stderr; in a log file, one line per half minute. ``options`` are tqdm's."""
     every_s, after_s = (0.2, 0.5) if sys.stderr.isatty() else (30, 30)
     return tqdm(total=total, disable=not show, mininterval=every_s, delay=after_s, **options)
 
@@ -75,11 +76,11 @@ class _Hidden(tqdm):
 
 
 class Progress:
-    """Shows how far a run is, its numbers, and the time left, which waits do not count in.
+    """Shows the progress of a run, its numbers, and the time left, excluding waits.
 
     Args:
-      total_steps: the step at which the run ends; None: not known, then no time left is shown.
-      start_step: steps that an earlier session has done (a resumed run).
+      total_steps: the step at which the run ends; None: unknown, so no time left is shown.
+      start_step: steps done by earlier sessions (a resumed run).
       quiet: show nothing; for every process but the first.
     """
 
@@ -101,8 +102,8 @@ class Progress:
     def update(self, step: int, metrics: dict[str, float] | None = None) -> None:
         """Show that `step` steps are done.
 
-        `metrics` are shown as they are named: {"loss": 2.413, "tokens/s": 81234.0}. Without them
-        only the bar moves, which is cheap enough for every step.
+        `metrics` are shown under their names: {"loss": 2.413, "tokens/s": 81234.0}. Without them
+        only the bar advances, which is cheap enough for every step.
         """
         if self._quiet:
             return
@@ -144,7 +145,7 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
-        """Leave the bar as it is and end its line."""
+        """Freeze the bar and end its line."""
         self._bar.close()
 
 

@@ -1,4 +1,4 @@
-"""Read a run folder back: its metrics, and a label that distinguishes it from other runs."""
+"""Read a run directory: its metrics, and a label that distinguishes it from other runs."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ from decent_jax.ground.format import printable, shorten
 from decent_jax.ground.json_files import flat, read_bytes, read_text
 
 METRICS = "metrics.jsonl"
-START = "run.json"  # what the session that runs, or ran last, knew when it began
+START = "run.json"  # facts about the current or last session
 _LARGEST = 2**62  # more than any step or count
 _MOST_BYTES = 1 << 30  # of metrics.jsonl
 _MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# Scores of a validation, of which more is better: their words, and a factor that fits them.
+# Validation scores (higher is better): their label, and the matching factor.
 SCORES = {
     "eval/top1": ("Top-1, % of the validation images", 100.0),
     "eval/bleu": ("BLEU, of the validation sentences", 1.0),
@@ -30,17 +30,17 @@ SCORES = {
 NAMING = ("preset", "algorithm", "schedule", "combine", "mix_every", "accum_steps")
 NAMING += ("num_replicas", "batch_size", "learning_rate", "seed")
 SHOWN_SETTINGS = 4
-# Sections and fields that say where and how often something is looked at, not what is trained.
+# Sections and fields about logging and devices, not about training.
 IGNORED = ("workdir", "log", "eval", "checkpoint", "profile", "prompt")
 
 
 @dataclasses.dataclass
 class RunFolder:
-    """One run folder: its rows and its settings.
+    """One run directory: its rows and its settings.
 
     rows: of metrics.jsonl.
     config: flat, ``{"model.layers": 12}``.
-    bytes_sent_per_step: by a replica on average, as summary.json has it; None: not known.
+    bytes_sent_per_step: by a replica on average, from summary.json; None: unknown.
     label, colour, dashes: of its lines in a figure.
     """
 
@@ -55,7 +55,7 @@ class RunFolder:
     def series(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
         """The steps (or with ``x="time"`` training seconds) and values of a metric.
 
-        Both are empty where the run did not record the metric.
+        Both are empty if the run did not record the metric.
         """
         rows = [row for row in self.rows if isinstance(row.get(name), (int, float))]
         steps = np.array([row["step"] for row in rows], float)
@@ -68,17 +68,17 @@ class RunFolder:
         return steps, values
 
     def seconds_at(self, steps: np.ndarray) -> np.ndarray | None:
-        """Training seconds until each of the steps; None where the run did not record them."""
+        """Training seconds until each of the steps; None if the run did not record them."""
         known_steps, seconds = self.series("perf/wall_time_s")
         return np.interp(steps, known_steps, seconds) if len(seconds) else None
 
     def bytes_at(self, steps: np.ndarray) -> np.ndarray | None:
-        """Bytes that a replica has sent until each of the steps; None where that is not known."""
+        """Bytes that a replica has sent until each of the steps; None if unknown."""
         sent = self.bytes_sent_per_step
         return None if sent is None else sent * steps
 
     def has(self, name: str) -> bool:
-        """Whether the metric has some finite value."""
+        """Whether the metric has a finite value."""
         return bool(np.isfinite(self.series(name)[1]).any())
 
 
@@ -86,7 +86,7 @@ def load_run(path: str | Path) -> RunFolder:
     """The run in the folder ``path`` (or with the metrics file ``path``).
 
     Raises:
-      RunError: no run folder, or one without a row; the message says why.
+      RunError: not a run directory, or one without rows.
     """
     path = Path(path)
     try:
@@ -106,7 +106,7 @@ def load_run(path: str | Path) -> RunFolder:
 
 
 def entries(path: Path) -> dict[str, Any]:
-    """What a JSON file holds, flat; empty where it is missing, damaged or something else."""
+    """The contents of a JSON file, flat; empty if it is missing, damaged or something else."""
     try:
         found = flat(json.loads(read_text(path)))
         return {name: value for name, value in found.items() if not isinstance(value, list)}
@@ -115,9 +115,9 @@ def entries(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The rows of a metrics file (or of the run folder that has one), as a list of dicts.
+    """The rows of a metrics file (or of a run directory), as a list of dicts.
 
-    A torn last line, left by a process killed while writing it, is ignored.
+    A truncated last line from a killed process is ignored.
 
     Raises:
       ValueError: another line is not a row.
@@ -143,9 +143,9 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
-    """A moving average, (m,), that skips values which are not finite; default window: m / 40.
+    """A moving average, (m,), that skips non-finite values; default window: m / 40.
 
-    The window shrinks at the start, so that the first value, often the largest, stays what it was.
+    The window shrinks at the start, so the first value, often the largest, is unchanged.
     """
     half = (len(values) // 40 if window is None else window) // 2
     finite = np.isfinite(values)
@@ -163,8 +163,8 @@ def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
 def label_runs(runs: Sequence[RunFolder]) -> None:
     """Set the label of each run: the config fields in which it differs, or its folder, or both.
 
-    A label names at most `SHOWN_SETTINGS` fields, first those of `NAMING`. Where runs differ in
-    more, as those of different configs do, the folder stands before them.
+    A label names at most `SHOWN_SETTINGS` fields, first those of `NAMING`. If runs differ in more,
+    as with different configs, the label starts with the folder.
     """
 
     def order(field: str) -> tuple[int, str]:
@@ -200,7 +200,7 @@ def _settings(run: RunFolder, fields: Sequence[str]) -> str:
 
 
 def _different_names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, and the one before where that alone is not different."""
+    """The last part of each path, with the previous part if the last is not unique."""
     names = [folder.name for folder in folders]
     if len(set(names)) == len(set(folders)):
         return names

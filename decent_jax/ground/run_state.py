@@ -1,4 +1,4 @@
-"""What a run is doing, read from its folder, also while it runs; without jax."""
+"""The state of a run, read from its directory, also while it runs; without jax."""
 
 import dataclasses
 import json
@@ -17,31 +17,31 @@ from decent_jax.ground.goodput_file import CAUSES
 from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
 from decent_jax.ground.run_folder import METRICS, SCORES, START, entries, read_metrics
 
-LOCK = ".lock"  # of a run directory; says who has it
-PROCESSES = "processes"  # folder of a run of several: K.json is what process K says of itself
+LOCK = ".lock"  # of a run directory; names its owner
+PROCESSES = "processes"  # folder of a run of several processes: K.json is written by process K
 PEERS = "peers"  # folder of a run of peers: peers/RANK/ is the run of a peer
-_RECENT_ROWS = 10  # which say how long a step takes
-_SILENT_S = 60.0  # on another host, after which nobody says that a run still runs
+_RECENT_ROWS = 10  # rows for the step time
+_SILENT_S = 60.0  # seconds without a heartbeat after which a run on another host is silent
 
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """A run as its folder has it.
+    """A run, as recorded in its directory.
 
-    path: the folder.
-    config: flat; empty where it is missing or damaged.
-    start: what ``run.json`` says (`decent_jax.train.workdir.Workdir.write_start`); empty: older.
+    path: the directory.
+    config: flat; empty if it is missing or damaged.
+    start: ``run.json`` (`decent_jax.train.workdir.Workdir.write_start`); empty: an older run.
     summary: flat.
     rows: of metrics.jsonl.
-    spent: seconds by what they went to, "steps" and `decent_jax.ground.goodput_file.CAUSES`; None:
-        nobody counted them.
+    spent: seconds per category, "steps" and `decent_jax.ground.goodput_file.CAUSES`; None: not
+        recorded.
     incidents: (seconds since the epoch, sentence), the oldest first.
-    owner: who has, or had, the folder: ``"process 7 on myhost"``; "" where nobody says.
-    runs: whether it runs; None: its host is another one, so only `seen` tells.
-    seen: the last sign of life, in seconds since the epoch.
+    owner: the current or last owner: ``"process 7 on myhost"``; "" if unknown.
+    runs: whether it runs; None: it is on another host, so only `seen` can tell.
+    seen: the last heartbeat, in seconds since the epoch.
     saved: the step of the newest checkpoint.
-    peers: by rank, what is known of each peer, see `_peers`.
-    processes: by name, what each `decent_jax.train.comm_metrics.CommMetrics` wrote.
+    peers: by rank, the facts about each peer, see `_peers`.
+    processes: by name, the file of each `decent_jax.train.comm_metrics.CommMetrics`.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class RunState:
 
     @property
     def steps(self) -> int | None:
-        """Steps of the run; None: an older run that counts in epochs."""
+        """Total steps of the run; None: an older run that counts in epochs."""
         steps = self.start.get("steps")
         if not is_whole(steps):
             steps = None if self.config.get("epochs") else self.config.get("steps")
@@ -82,7 +82,7 @@ class RunState:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds of the steps that are left, without evaluations and checkpoints."""
+        """Seconds for the remaining steps, without evaluations and checkpoints."""
         step_s = self.recent("perf/step_time_s")
         if self.steps is None or step_s is None:
             return None
@@ -90,10 +90,10 @@ class RunState:
 
     @property
     def word(self) -> str:
-        """What it does, in a word or two."""
+        """Its state, in a word or two."""
         if self.runs or (self.runs is None and time.time() - self.seen < _SILENT_S):
             return "running" if self.rows else "starting"
-        if self.summary.get("steps", -1) >= self.step:  # else it is of an earlier session
+        if self.summary.get("steps", -1) >= self.step:  # otherwise it is from an earlier session
             return "interrupted" if self.summary.get("interrupted") else "ended"
         return "silent" if self.runs is None else "stopped"
 
@@ -104,10 +104,10 @@ class RunState:
 
 
 def read(folder: str | Path) -> RunState:
-    """The state of the run in a folder.
+    """The state of the run in a directory.
 
     Raises:
-      RunError: it holds no run, or one whose metrics are damaged; the message says so.
+      RunError: it holds no run, or its metrics are damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -152,7 +152,7 @@ def has(row: Mapping[str, Any], name: str) -> bool:
 
 
 def _median(rows: list[dict[str, Any]], name: str) -> float | None:
-    """Of a metric in the last rows; None where none of them has it.
+    """The median of a metric in the last rows; None if none of them has it.
 
     >>> rows = 5 * [{"x": 100.0}] + [{"x": 2.0 * k} for k in range(10)]
     >>> _median(rows, "x"), _median(rows, "y")
@@ -187,7 +187,7 @@ def _spent(summary: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def _owner(path: Path) -> tuple[str, bool | None]:
-    """Who locked the folder last, and whether that process still has it (`/proc/locks`)."""
+    """The last owner of the lock, and whether it still holds it (`/proc/locks`)."""
     try:
         owner, inode = read_text(path / LOCK).strip(), (path / LOCK).stat().st_ino
     except (OSError, ValueError):
@@ -209,7 +209,7 @@ def _owner(path: Path) -> tuple[str, bool | None]:
 
 
 def _changed(path: Path) -> float:
-    """When a file was written last; 0 where there is none."""
+    """The modification time of a file; 0 if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -224,7 +224,7 @@ def _newest_checkpoint(path: Path) -> int | None:
 def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """By rank: ``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale``.
 
-    Of the peer's own rows, and of the last row of the run that names it.
+    From the peer's own rows, and from the last row of the run that names it.
     """
     ranks = [p for p in (path / PEERS).glob("*") if p.name.isdecimal()]
     alive = entries(path / "peers.json")
@@ -248,7 +248,7 @@ def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def as_json(state: RunState) -> str:
-    """What a script may want to know, on one line."""
+    """One line of JSON for scripts."""
     words = {
         "path": str(state.path),
         "state": state.word,
