@@ -29,14 +29,14 @@ def check_devices(hosts: list[str]) -> list[Device]:
     Raises:
       ConfigError: processes differ in the kind or number of their devices.
     """
-    own = [jax.local_devices(process_index=p) for p in range(jax.process_count())]
+    processes = [jax.local_devices(process_index=p) for p in range(jax.process_count())]
     descriptions = [
-        {"devices": str(len(devices)), "device kind": devices[0].device_kind} for devices in own
+        {"devices": str(len(local)), "device kind": local[0].device_kind} for local in processes
     ]
     refusal = rendezvous.difference(descriptions, hosts)
     if refusal:
         raise ConfigError(refusal)
-    return [min(devices, key=lambda device: device.id) for devices in own]
+    return [min(local, key=lambda device: device.id) for local in processes]
 
 
 def agreement(config: ConfigDict, count: int) -> str:

@@ -1,15 +1,14 @@
-"""A start-up barrier before jax's own: what is wrong becomes one sentence on every process.
+"""A start-up barrier before that of jax: every process reports a problem in one sentence.
 
-In jax's own start-up a process that waits in vain ends with a stack trace, one that cannot listen
-ends with a segmentation fault, and processes with different configs hang or train nonsense. So
-process 0 first listens at the coordinator's port itself. The others connect, prove that they know
-the run's secret (`ground.connections`), and send a **hello**: their number, the count, their host
-and a **description** of themselves (versions and config). When all have come, process 0 answers
-each of them with all hosts, or with the reason why they cannot start, and frees the port for jax.
+In jax's start-up, a process that waits too long ends with a stack trace, one that cannot listen
+ends with a segmentation fault, and processes with different configs hang or train nonsense.
+Therefore process 0 first listens at the coordinator's port itself. The others connect, authenticate
+with the run's secret (`ground.connections`), and send a **hello**: their number, the count, their
+host and a **description** of themselves (versions and config). Once all have connected, process 0
+sends them the list of hosts, or the reason why they cannot start, and frees the port for jax.
 
-The run's **secret** is in the variable `SECRET`, where a launcher hands it over. Without one,
-process 0 writes a new one into a folder that all processes see, readable by its owner only, and
-removes it when all have come.
+A launcher passes the run's **secret** in the variable `SECRET`. Without one, process 0 writes a new
+one to a shared folder, readable by its owner only, and removes it once all have connected.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ _TICK_S = 0.1  # between two looks at who is there
 
 
 def describe(config: Mapping[str, object]) -> dict[str, str]:
-    """What must be equal on all processes: versions, and the fields of the (flat) config."""
+    """Everything that must be equal on all processes: versions, and the (flat) config."""
     versions = {"Python": platform.python_version()}
     versions |= {package: extras.version(package) for package in _PACKAGES}
     fields = {f"config.{k}": repr(value) for k, value in config.items() if k not in _OWN_FIELDS}
@@ -51,17 +50,17 @@ def describe(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def difference(descriptions: list[dict[str, str]], hosts: list[str]) -> str | None:
-    """A sentence that names what differs and on which processes, or None where all agree.
+    """A sentence that names the differences and the processes, or None if all agree.
 
     >>> difference([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.12.0"}], ["a", "b", "c"])
     'the processes differ in jax: 0.10.2 on processes 0 (a) and 1 (b), 0.12.0 on process 2 (c)'
     """
-    names = list(dict.fromkeys(name for own in descriptions for name in own))
+    names = list(dict.fromkeys(name for description in descriptions for name in description))
     differing = []
     for name in names:
         by_value = {}
-        for process, own in enumerate(descriptions):
-            by_value.setdefault(own.get(name, "missing"), []).append(process)
+        for process, description in enumerate(descriptions):
+            by_value.setdefault(description.get(name, "missing"), []).append(process)
         if len(by_value) > 1:
             sides = (
                 f"{shorten(value, _LONGEST_VALUE)} on {name_all(by_value[value], hosts)}"
@@ -317,17 +316,17 @@ def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
     Raises:
       ConfigError: the variable holds too short a one, or the folder cannot be written.
     """
-    given = _given()
-    if given:
-        yield given
+    secret = _secret_of_launcher()
+    if secret:
+        yield secret
         return
-    path, own = secret_file(folder, port), secrets.token_hex(32).encode()
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    path, new = secret_file(folder, port), secrets.token_hex(32).encode()
+    created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(own)
+            file.write(new)
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(
@@ -336,12 +335,12 @@ def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
             field=SECRET,
         ) from None
     try:
-        yield own
+        yield new
     finally:
         with contextlib.suppress(OSError):
-            if path.read_bytes() == own:  # nobody has started the same run once more
+            if path.read_bytes() == new:  # else the same run was started again
                 path.unlink()
-            for parent in made:
+            for parent in created:
                 parent.rmdir()
 
 
@@ -351,9 +350,9 @@ def find_secret(folder: Path, port: int) -> bytes | None:
     Raises:
       ConfigError: the variable holds too short a one, or the file may not be read.
     """
-    given = _given()
-    if given:
-        return given
+    secret = _secret_of_launcher()
+    if secret:
+        return secret
     try:
         return secret_file(folder, port).read_bytes() or None
     except PermissionError:
@@ -371,7 +370,7 @@ def secret_file(folder: Path, port: int) -> Path:
     return folder / _SECRET_FILE.format(port=port)
 
 
-def _given() -> bytes | None:
+def _secret_of_launcher() -> bytes | None:
     text = os.environ.get(SECRET, "")
     if 0 < len(text) < _SHORTEST_SECRET:
         raise ConfigError(

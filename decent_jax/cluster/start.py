@@ -171,7 +171,7 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
 
     try:
         with warnings.catch_warnings(action="ignore"):  # such as of a package for Kubernetes
-            found = ClusterEnv.auto_detect_unset_distributed_params(
+            detected = ClusterEnv.auto_detect_unset_distributed_params(
                 *(os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None),
                 cluster.timeout_s,
             )
@@ -180,7 +180,7 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
             f"{launcher} started this process, but its variables cannot be used "
             f"({type(error).__name__}: {error}); {_BY_HAND}"
         ) from None
-    address, count, index, devices = found
+    address, count, index, devices = detected
     another = launcher == "Open MPI" and not OmpiCluster.is_env_present()  # SLURM's, for instance
     if another or address is None or count is None or index is None:
         raise ConfigError(
@@ -206,10 +206,10 @@ def check_unread(count: int) -> None:
     for name, variable in UNREAD.items():
         told = os.environ.get(variable, "")
         if told.isdecimal() and int(told) > 1 and int(told) != count:
-            found = "this one is alone" if count == 1 else f"{count} find each other"
+            others = "this one is alone" if count == 1 else f"{count} find each other"
             raise ConfigError(
-                f"{name} started {told} processes, as {variable} says, and {found}; {_BY_HAND}, or "
-                f"unset {variable}",
+                f"{name} started {told} processes, as {variable} says, and {others}; {_BY_HAND}, "
+                f"or unset {variable}",
                 field=variable,
                 value=told,
             )
@@ -311,8 +311,8 @@ def detect_launcher() -> str | None:
 
 def _size(variables: Sequence[str]) -> int | None:
     """What the first of these variables that is set says."""
-    found = next((name for name in variables if name in os.environ), None)
-    return None if found is None else _number(found, os.environ[found])
+    variable = next((name for name in variables if name in os.environ), None)
+    return None if variable is None else _number(variable, os.environ[variable])
 
 
 def first_host(listed: str) -> str:
@@ -332,8 +332,8 @@ def _on_several_tpu_hosts() -> bool:
     if not cloud_tpu_init.running_in_cloud_tpu_vm:
         return False
     here = (env for env in clusters.ClusterEnv._cluster_types if "tpu" in env.name)
-    found = next((env for env in here if env.is_env_present()), None)
-    return found is not None and found.get_process_count() > 1
+    launcher = next((env for env in here if env.is_env_present()), None)
+    return launcher is not None and launcher.get_process_count() > 1
 
 
 def _number(variable: str, text: str) -> int:

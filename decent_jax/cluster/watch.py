@@ -1,13 +1,13 @@
-"""A process that loses another one says which, and ends, instead of hanging in a collective.
+"""A process that loses another one names it and exits, instead of hanging in a collective.
 
-So does one of which another has failed, with the sentence and the exit code of that one.
+If another process has failed, it exits with the sentence and the exit code of that process.
 
-jax's coordination service, which runs in process 0, knows which processes are alive. By default it
-aborts all of them when one is lost; with ``jax_enable_recoverability`` it answers instead, so a
-thread of every process keeps asking. When a process is missing from the answer, the thread names it
-and ends its own process with exit code `PEER_LOST`, which also frees a main thread that hangs in a
-collective. When process 0 itself is lost, nobody answers, and jax aborts the others (exit code 134)
-unless this thread is faster. The supervisor counts both as survivors.
+jax's coordination service, in process 0, knows which processes are alive. By default it aborts all
+of them when one is lost; with ``jax_enable_recoverability`` it answers queries instead, so a thread
+of every process polls it. If a process is missing from the answer, the thread names it and ends its
+own process with exit code `PEER_LOST`, even if the main thread hangs in a collective. If process 0
+itself is lost, jax aborts the others (exit code 134) unless this thread is faster. The supervisor
+counts both as survivors.
 """
 
 import atexit
@@ -35,8 +35,8 @@ from jax._src.distributed import global_state
 from decent_jax.ground.errors import PEER_LOST, Interrupted, PeerLost
 from decent_jax.ground.format import name_all, printable, shorten
 
-_TICK_S = 0.25  # between two questions
-_GRACE_S = 1.0  # for news to reach all processes: another is lost, or all leave
+_TICK_S = 0.25  # between two queries
+_GRACE_S = 1.0  # until all processes know that another is lost, or that all leave
 _TOGETHER_S = 10  # for processes that fail for the same reason
 _ALIKE_S = 3  # for this process to fail as another one did, for the same reason
 _AT_THE_END_S = 7 * 24 * 3600  # for those that finish: the first one may test for hours meanwhile
@@ -108,9 +108,9 @@ class _Watch(threading.Thread):
 
     def end_as_another(self) -> None:
         """End this process as the one that failed does, unless it fails in the same way."""
-        found = self.failed_elsewhere()
-        if found is not None:
-            process, code, words = found
+        failure = self.failed_elsewhere()
+        if failure is not None:
+            process, code, words = failure
             _say(f"{name_all([process], self.hosts)} failed: {words}")
             self.leave_together(_TOGETHER_S)
             _exit(code)
@@ -182,7 +182,7 @@ def gather(value: Any) -> list[Any]:
     folder = f"decent_jax/gathered/{next(_gathered)}/"
     client.key_value_set(f"{folder}{global_state.process_id:06}", json.dumps(value))
     client.wait_at_barrier(folder, round(1000 * _AT_THE_END_S))
-    return [json.loads(found) for _, found in sorted(client.key_value_dir_get(folder))]
+    return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 
 @contextlib.contextmanager

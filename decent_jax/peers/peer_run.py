@@ -126,9 +126,9 @@ def count_of(config: ConfigDict) -> int:
 
 
 def forget(folder: Path, first: int) -> None:
-    """Remove the checkpoints of a run folder from step ``first`` on: they are made anew."""
+    """Remove the checkpoints of a run folder from step ``first`` on; they will be rewritten."""
     for path in (folder / "checkpoints").glob("*"):
-        number = path.name.partition(".")[0]  # of a step, or of one that is being written
+        number = path.name.partition(".")[0]  # of a step, or of a draft
         if number.isdecimal() and int(number) >= first:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -174,7 +174,7 @@ def open_run(
 
 @contextlib.contextmanager
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
-    """The run of one peer: its stream of data, its share of the batch, its folder."""
+    """The run of one peer: its data stream, its share of the batch, its folder."""
     config = ConfigDict(place.config)
     with open_run(config, place.folder, place.rank) as (experiment, work):
         size = config.batch_size // config.num_replicas
@@ -182,16 +182,16 @@ def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
         task.train_source = Stream(task.train_source, place.rank, place.num_streams, size)
         own = ConfigDict(experiment.config.to_dict())
         own.batch_size = size
-        # No peer makes more steps than all of them together.
+        # A peer makes at most as many steps as all peers together.
         steps = experiment.steps * config.num_replicas
         yield experiment._replace(config=own, steps=steps), work
 
 
 class Stream:
-    """A source from which a peer's run reads the batches of its stream, addressed by step.
+    """A source of the batches of a peer's stream, addressed by step.
 
     Streams 0 to n - 1 are those of the replicas of a synchronous run: together they read every
-    record once per epoch. Stream ``k >= n`` is stream ``k % n`` of another draw of the order.
+    record once per epoch. Stream ``k >= n`` is stream ``k % n`` in another random order.
     """
 
     def __init__(self, source: Any, stream: int, num_streams: int, batch_size: int):
@@ -222,7 +222,7 @@ class Stream:
 
 
 def free_ranks(taken: list[int], count: int) -> list[int]:
-    """The lowest ranks that are free."""
+    """The lowest free ranks."""
     free = (rank for rank in itertools.count() if rank not in taken)
     return list(itertools.islice(free, max(count, 0)))
 
@@ -231,7 +231,7 @@ def read_manifest(workdir: Path, config: ConfigDict) -> dict[str, Any]:
     """The manifest of an earlier session, or an empty one.
 
     Raises:
-      ConfigError: it is damaged, or of peers with another batch.
+      ConfigError: it is damaged, or its peers have another batch size.
     """
     try:
         manifest = read_json(workdir / MANIFEST, "is damaged; take another --workdir")
@@ -250,23 +250,23 @@ def read_manifest(workdir: Path, config: ConfigDict) -> dict[str, Any]:
     return manifest
 
 
-def _is_manifest(found: Any) -> bool:
-    """Whether it has the entries that are read, with values that a run has."""
+def _is_manifest(value: Any) -> bool:
+    """Whether it has the required entries, with plausible values."""
     return (
-        fits(found, {"batch": int, "streams": int, "seconds": float, "peers": {}})
-        and min(found["batch"], found["streams"]) > 0
-        and (found.get("best") is None or is_real(found["best"]))
+        fits(value, {"batch": int, "streams": int, "seconds": float, "peers": {}})
+        and min(value["batch"], value["streams"]) > 0
+        and (value.get("best") is None or is_real(value["best"]))
         and all(
-            rank.isdecimal() and len(rank) < 10 and fits(one, {"steps": int, "alive": bool})
-            for rank, one in found["peers"].items()
+            rank.isdecimal() and len(rank) < 10 and fits(peer, {"steps": int, "alive": bool})
+            for rank, peer in value["peers"].items()
         )
     )
 
 
 def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
-    """{rank: step of its newest checkpoint}: the peers that go on from their own.
+    """{rank: step of its newest checkpoint} of the peers that resume.
 
-    Those that were alive; where none of them has saved, those that had died or left, too.
+    These are the peers that were alive; if none of them has saved, also those that died or left.
     """
     entries = manifest.get("peers", {})
     saved = {rank: saved_steps(workdir / FOLDER / rank) for rank in entries}
@@ -276,14 +276,14 @@ def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
 
 
 def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
-    """{rank: steps}: those of the newest checkpoint where the rank goes on from it."""
+    """{rank: steps}; for a rank that resumes, those of its newest checkpoint."""
     known = resumed(workdir, manifest)
-    if not known:  # killed before any peer has saved: all begin anew
+    if not known:  # killed before any peer has saved: all start from scratch
         return {}
     entries = manifest.get("peers", {})
     return {int(rank): entry["steps"] for rank, entry in entries.items()} | known
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Of the checkpoints of a peer's folder."""
+    """The steps of the checkpoints in a peer's folder."""
     return [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdecimal()]
