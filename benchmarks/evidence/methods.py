@@ -226,8 +226,8 @@ def landed(tx, rnd, late, now):
 
     def one(late, now):
         (x, departed), (y, state) = late, now
-        message = tx.depart(x, departed.own, departed.count, rnd)
-        y, own = tx.arrive(y, state.own, x, message, rnd)
+        message = tx.delayed.depart(x, departed.own, departed.count, rnd)
+        y, own = tx.delayed.arrive(y, state.own, x, message, rnd)
         return y, state._replace(own=own)
 
     return jax.vmap(one, axis_name="replica")(late, now)

@@ -88,7 +88,9 @@ class Case:
 
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed
-        options = xla.options_of_step(replicas.place(1, jax.devices()[:1]), SCHEDULE, None)
+        options = xla.options_of_step(
+            replicas.place(1, jax.devices()[:1]), SCHEDULE, OPTIMIZERS["adamw"]
+        )
 
         def repeated(state, *fixed):
             return jax.lax.fori_loop(0, LENGTH, lambda _, state: program(state, *fixed), state)

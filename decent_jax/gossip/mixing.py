@@ -245,7 +245,7 @@ def mix_on(
 ) -> Any:
     """`mix` of stacked arrays (n, ...) that lie along a mesh axis, for use inside `jax.jit`.
 
-    With ``tx.update(..., mixed=...)`` (`decent_jax.optim.EarlyMixing`) the rest of a step needs no
+    With ``tx.update(..., mixed=...)`` (`decent_jax.optim.Method`) the rest of a step needs no
     `jax.shard_map`. Methods that mix inside their update go into `on_mesh` as a whole.
 
     Args:

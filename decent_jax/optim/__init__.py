@@ -12,9 +12,10 @@ from decent_jax.optim.averaging import all_reduce as all_reduce
 from decent_jax.optim.averaging import decentralized as decentralized
 from decent_jax.optim.averaging import gossiped_momentum as gossiped_momentum
 from decent_jax.optim.method_wrapper import Delayed as Delayed
-from decent_jax.optim.method_wrapper import EarlyMixing as EarlyMixing
 from decent_jax.optim.method_wrapper import GuardedState as GuardedState
+from decent_jax.optim.method_wrapper import Method as Method
 from decent_jax.optim.method_wrapper import Mixing as Mixing
+from decent_jax.optim.method_wrapper import as_method as as_method
 from decent_jax.optim.method_wrapper import method as method
 from decent_jax.optim.outer import diloco as diloco
 from decent_jax.optim.outer import noloco as noloco

@@ -12,7 +12,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import (
-    EarlyMixing,
+    Method,
     Mixing,
     key_of,
     mean_with_feedback,
@@ -32,7 +32,7 @@ def decentralized(
     codec: Codec | None = None,
     *,
     gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
-) -> optax.GradientTransformationExtraArgs:
+) -> Method:
     r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
 
     Replica i holds its own ``x_i`` and its own state of ``inner``; only parameters are sent.
@@ -80,7 +80,7 @@ def decentralized(
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
-      ``"awc"`` it is an `EarlyMixing`.
+      ``"awc"`` it is a `Method` with ``early``.
 
     Raises:
       ValueError: an unknown ``combine``; a negative gamma; a schedule in which some replica's
@@ -135,11 +135,12 @@ def decentralized(
         update, inner, ok = local(params)
         return mix(trees.add(params, update), round, local.count), own, inner, ok
 
+    def early(params, state, round):
+        return mix(params, round, state.count)
+
     if combine == "atc":
         return method(inner, adapt_then_combine, axis_name=axis_name)
-    early = EarlyMixing(*method(inner, adapt_with_combine, axis_name=axis_name))
-    early.mix = lambda params, state, round: mix(params, round, state.count)
-    return early
+    return method(inner, adapt_with_combine, axis_name=axis_name, early=early)
 
 
 def gossiped_momentum(
@@ -148,7 +149,7 @@ def gossiped_momentum(
     combine: str = "atc",
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Method:
     r"""Gossip in which the momentum is averaged like the parameters.
 
     With heavy-ball momentum inside (``optax.sgd(lr, momentum)``):
@@ -162,7 +163,7 @@ def gossiped_momentum(
 
     In any other ``inner`` the first moment (``trace`` of `optax.trace`, ``mu`` of Adam) plays the
     role of m; second moments stay local. Two messages of the model's size per step, no memory;
-    those of ``"awc"`` travel during the forward and backward pass: it is an `EarlyMixing`.
+    those of ``"awc"`` travel during the forward and backward pass.
     Valid on every doubly stochastic schedule. The disagreement of m determines the distance of a
     fixed point from the optimum (smaller than with local momentum).
 
@@ -215,6 +216,9 @@ def gossiped_momentum(
         x, mixed = mix_both(trees.add(params, update), inner, round, local.count)
         return x, own, put_back(inner, mixed), ok
 
+    def early(params, state, round):
+        return mix_both(params, state.inner, round, state.count)
+
     step = adapt_with_combine if combine == "awc" else adapt_then_combine
     tx = method(inner, step, axis_name=axis_name)
 
@@ -227,18 +231,14 @@ def gossiped_momentum(
             )
         return state
 
-    if combine == "atc":
-        return optax.GradientTransformationExtraArgs(init, tx.update)
-    early = EarlyMixing(init, tx.update)
-    early.mix = lambda params, state, round: mix_both(params, state.inner, round, state.count)
-    return early
+    return Method(init, tx.update, early if combine == "awc" else None)
 
 
 def all_reduce(
     inner: optax.GradientTransformation,
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Method:
     r"""The baseline: every replica applies ``inner`` to the mean gradient.
 
     .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)

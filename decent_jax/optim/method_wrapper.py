@@ -40,7 +40,7 @@ class Local:
 
     grads: the gradients as passed in.
     value: the loss, or None.
-    mixed: the result of `EarlyMixing.mix` from before the gradient was known, or None.
+    mixed: the result of `Method.early` from before the gradient was known, or None.
     active: () bool, whether this replica makes an update in this step.
     state: the method's state before the step.
     optimizer: the local optimizer.
@@ -103,12 +103,66 @@ def _needs_no_more() -> Iterator[None]:
         ) from error
 
 
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """Messages that overlap ``delay`` updates and are merged after them.
+
+    The caller makes these updates with ``round=None``, which leave the method's own state as it is,
+    between two calls, both for one replica. With ``mix_every=H`` a message departs after t updates
+    if ``(t + delay) % H == 0``, and has the round of the last of its updates,
+    ``schedule.round_at(t + delay - 1, H)``.
+
+    delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
+    depart: ``(late, own, count, round, after=None)`` returns the message of a round, from the
+      current parameters, the method's own state and ``count`` from the state. Only this call
+      communicates. With ``after``, arrays from some of the updates, a group mean has two stages,
+      and the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
+    arrive: ``(params, own, late, message, round)`` returns the parameters and the method's own
+      state after the updates, with the message merged.
+    """
+
+    delay: int
+    depart: Callable[..., Any]
+    arrive: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class Method(optax.GradientTransformationExtraArgs):
+    """A method: optax's pair of ``init`` and ``update``, and its messages that need not wait.
+
+    A wrapper of optax, such as `optax.chain`, keeps the pair and drops the rest. The result is the
+    same then: ``update`` communicates, and nothing overlaps its messages.
+
+    early: ``(params, state, round)`` returns the result of a round if it does not depend on the
+      current gradient: the mixed parameters, for `gossiped_momentum` with the moments.
+      ``update(..., round=round, mixed=mixed)`` uses it instead of mixing, with the same result, and
+      communicates nothing. If only parameters are sent, without ``codec`` and ``gamma``,
+      `decent_jax.gossip.mix_on` computes the same ``mixed``.
+    delayed: messages that overlap several updates.
+    """
+
+    early: Callable[[Any, Any, Any], Any] | None = None
+    delayed: Delayed | None = None
+
+    def __new__(cls, init: Any, update: Any, early: Any = None, delayed: Any = None) -> "Method":
+        method = super().__new__(cls, init, update)
+        vars(method).update(early=early, delayed=delayed)
+        return method
+
+
+def as_method(tx: optax.GradientTransformation) -> Method:
+    """The transformation as a `Method`, which overlaps no message if it was none."""
+    return tx if isinstance(tx, Method) else Method(*optax.with_extra_args_support(tx))
+
+
 def method(
     inner: optax.GradientTransformation | None,
     step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]],
     own: Callable[[Any], Any] = lambda params: (),
     axis_name: AxisName | None = "replica",
-) -> optax.GradientTransformationExtraArgs:
+    early: Callable[[Any, Any, Any], Any] | None = None,
+    delayed: Delayed | None = None,
+) -> Method:
     """A method, built from one step that is written for one replica.
 
     A replica that makes no update in a step, because the update is rejected or the replica is not
@@ -121,11 +175,12 @@ def method(
       own: the initial state of the method, from the parameters.
       axis_name: the replica axis; replicas then draw different random numbers. None: all replicas
         make the same update, and nothing else moves their parameters.
+      early, delayed: of the `Method`.
 
     Returns:
       A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required); ``value``,
       this replica's loss; ``active``, False for a replica that makes no local update in this step;
-      ``mixed``, see `EarlyMixing`; and ``replica``, its number if there is no replica axis.
+      ``mixed``, see `Method`; and ``replica``, its number if there is no replica axis.
     """
     if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
         made = getattr(inner, "__name__", None)
@@ -179,44 +234,7 @@ def method(
             kept,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-class EarlyMixing(optax.GradientTransformationExtraArgs):
-    """A method whose messages do not depend on the current gradient, so they can be sent early.
-
-    ``mix(params, state, round)`` returns the result of a round: the mixed parameters, for
-    `gossiped_momentum` with the moments. ``update(..., round=round, mixed=mixed)`` uses it instead
-    of mixing, with the same result, and communicates nothing. If only parameters are sent, without
-    ``codec`` and ``gamma``, `decent_jax.gossip.mix_on` computes the same ``mixed``.
-    """
-
-    mix: Callable[[Any, Any, Any], Any]
-
-
-class Delayed(optax.GradientTransformationExtraArgs):
-    """A method whose messages overlap ``delay`` updates and are merged after them.
-
-    The caller makes these updates with ``round=None`` between two calls, both for one replica:
-
-    - ``depart(late, own, count, round, after=None)`` returns the message of a round, from the
-      current parameters, the method's own state and ``count`` from the state. Only this call
-      communicates. With ``after``, arrays from some of the updates, a group mean has two
-      stages, and the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
-    - ``arrive(params, own, late, message, round)`` returns the parameters and the method's own
-      state after the updates, with the message merged.
-
-    With ``mix_every=H`` a message departs after t updates if ``(t + delay) % H == 0``, and has
-    the round of the last of its updates, ``schedule.round_at(t + delay - 1, H)``.
-
-    delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
-    resting: the fields of the method's own state that updates without a round do not change.
-    """
-
-    delay: int
-    depart: Callable[..., Any]
-    arrive: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
-    resting: tuple[str, ...]
+    return Method(init, update, early, delayed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,15 +322,13 @@ def mean_with_feedback(
     return mean, optax.tree.sub(error, sent)
 
 
-def no_rounds(
-    tx: optax.GradientTransformationExtraArgs, replica: int | None = None
-) -> optax.GradientTransformationExtraArgs:
+def no_rounds(tx: optax.GradientTransformationExtraArgs, replica: int | None = None) -> Method:
     """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
 
     def update(updates, state, params=None, **given):
         return tx.update(updates, state, params, **given | {"round": None, "replica": replica})
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return Method(tx.init, update)
 
 
 def filled(state: Any, fill: Callable[[Any], Any] = optax.tree.zeros_like) -> Callable[[Any], Any]:

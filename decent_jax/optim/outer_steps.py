@@ -12,7 +12,7 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Delayed, Mixing, method
+from decent_jax.optim.method_wrapper import Delayed, Method, Mixing, method
 
 Arrays = list[jax.Array]
 
@@ -47,8 +47,8 @@ def outer_steps(
     fragments: int = 1,
     delay: int = 0,
     carry: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Local steps, and in every round the rule on one fragment; with a delay a `Delayed`.
+) -> Method:
+    """Local steps, and in every round the rule on one fragment; with a delay `Delayed`.
 
     The rule's step depends only on the parameters that are sent and the method's own state, so all
     of it can overlap local steps, whose progress is merged when it arrives. The
@@ -95,7 +95,7 @@ def outer_steps(
         if round is not None and delay > 1:
             raise ValueError(
                 f"{mixing.method}.delay={delay}: a message travels beside {delay} updates, each "
-                "with round=None; tx.depart begins it before them, tx.arrive ends it after them"
+                "with round=None; tx.delayed.depart begins it, and tx.delayed.arrive ends it"
             )
         update, inner, ok = local(params)
         x = trees.add(params, update)
@@ -111,13 +111,8 @@ def outer_steps(
         ]
         return OuterState(trees.copy(params), tuple(states))
 
-    tx = method(inner, step, own, mixing.axis_name)
-    if not delay:
-        return tx
-    delayed = Delayed(*tx)
-    delayed.delay, delayed.depart, delayed.arrive = delay, depart, arrive
-    delayed.resting = ("theta", "states")
-    return delayed
+    delayed = Delayed(delay, depart, arrive) if delay else None
+    return method(inner, step, own, mixing.axis_name, delayed=delayed)
 
 
 def fragments_of(params: Any, count: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.sparse import ChunkedTopK
 from decent_jax.optim import validation
-from decent_jax.optim.method_wrapper import Mixing
+from decent_jax.optim.method_wrapper import Method, Mixing
 from decent_jax.optim.outer import along_coded_movements
 from decent_jax.optim.outer_steps import outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Parts, coded_bytes, register
@@ -30,7 +30,7 @@ def sparseloco(
     clipped: Annotated[bool, "True: clip messages to their median norm"] = False,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
     carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Method:
     r"""SparseLoCo: DiLoCo with sparse messages and error feedback.
 
     With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of

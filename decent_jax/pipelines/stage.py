@@ -247,7 +247,7 @@ class Stage:
     def _start_programs(self) -> None:
         placement, rows = self.placement, P("replica")
         tx, axis, clip = self._tx, placement.axis_name, self.config.optimizer.clip_norm
-        is_early = isinstance(tx, optim.EarlyMixing)
+        early = optim.as_method(tx).early
 
         def program(fn, count, **options):
             """Jitted, of one replica's code with ``count`` arguments and a static round."""
@@ -267,7 +267,7 @@ class Stage:
             params, opt_state, _ = step_lib.update(*inputs, mixed)
             return state._replace(params=params, opt_state=opt_state)
 
-        self._mix = program(lambda x, state, rnd: tx.mix(x, state, rnd), 2) if is_early else None
+        self._mix = program(lambda x, state, rnd: early(x, state, rnd), 2) if early else None
         self._mean = program(lambda x, rnd: gossip.mean(x, axis), 1)
         self._update = program(update, 5, donate_argnums=0)
         everywhere = placement.replicated

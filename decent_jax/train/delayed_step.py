@@ -1,4 +1,4 @@
-"""Delayed messages: a `decent_jax.optim.Delayed` overlaps each message with several steps."""
+"""Delayed messages: with `decent_jax.optim.Delayed` each message overlaps several steps."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from decent_jax import gossip
 from decent_jax.cpu.overlap import Parts
-from decent_jax.optim import Delayed
+from decent_jax.optim import Delayed, as_method
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 
@@ -30,10 +30,9 @@ class Blocks(NamedTuple):
     @staticmethod
     def of(config: ConfigDict, schedule: Schedule, tx: Any) -> "Blocks":
         """The blocks of a run."""
-        delay = tx.delay if isinstance(tx, Delayed) else 0
-        return Blocks(
-            None if config.algorithm == "all_reduce" else schedule, config.mix_every, delay
-        )
+        delayed = as_method(tx).delayed
+        mixes = None if config.algorithm == "all_reduce" else schedule
+        return Blocks(mixes, config.mix_every, delayed.delay if delayed else 0)
 
     def due(self, done: int, steps: float = math.inf) -> tuple[int | None, int]:
         """The round that starts after ``done`` steps, or None, and how many steps it takes.
@@ -71,13 +70,13 @@ class Outgoing(NamedTuple):
 class DelayedStep(NamedTuple):
     """Steps and the message that they overlap, as one program or in parts: code for one device.
 
-    tx: the method.
+    delayed: the messages of the method.
     schedule: of its rounds.
     placement: where the replicas live.
     mixes_state: whether the model state is averaged too, when the message arrives.
     """
 
-    tx: Delayed
+    delayed: Delayed
     schedule: Schedule
     placement: Placement
     mixes_state: bool
@@ -85,19 +84,14 @@ class DelayedStep(NamedTuple):
     def split(self, state: Any) -> tuple[Any, Outgoing]:
         """The state that the steps change, and the outgoing arrays."""
         old = state.opt_state
-        light = old.own._replace(**dict.fromkeys(self.tx.resting))
         outgoing = Outgoing(state.params, old.own, old.count)
-        return state._replace(opt_state=old._replace(own=light)), outgoing
-
-    def joined(self, own: Any, outgoing: Outgoing) -> Any:
-        """The method's state with the fields that `split` removed."""
-        return own._replace(**{name: getattr(outgoing.own, name) for name in self.tx.resting})
+        return state._replace(opt_state=old._replace(own=())), outgoing
 
     def message(self, outgoing: Outgoing, rnd: int, after: Any = None) -> Any:
         """Send and receive; see `decent_jax.optim.Delayed`."""
 
         def of_replica(outgoing, after):
-            return self.tx.depart(*outgoing, rnd, after)
+            return self.delayed.depart(*outgoing, rnd, after)
 
         return self.placement.per_replica(of_replica)(outgoing, after)
 
@@ -107,8 +101,8 @@ class DelayedStep(NamedTuple):
 
         def of_replica(state, outgoing, message):
             opt_state = state.opt_state
-            own = self.joined(opt_state.own, outgoing)
-            params, own = self.tx.arrive(state.params, own, outgoing.late, message, rnd)
+            late, own, _ = outgoing
+            params, own = self.delayed.arrive(state.params, own, late, message, rnd)
             model_state = state.model_state
             if self.mixes_state:
                 model_state = gossip.mix(model_state, self.schedule, rnd, self.placement.axis_name)
@@ -127,7 +121,7 @@ class DelayedStep(NamedTuple):
     def in_one_program(
         self, state: Any, batches: Sequence[Any], t: jax.Array, rnd: int, step: Callable
     ) -> tuple[Any, list[Any]]:
-        """The state after ``tx.delay`` steps, and the metrics of each step.
+        """The state after ``delayed.delay`` steps, and the metrics of each step.
 
         XLA starts the message before a loop over the steps and waits for it after the loop. A mean
         of groups has two stages; each overlaps a loop over half of the steps.
@@ -138,7 +132,7 @@ class DelayedStep(NamedTuple):
           t: the first step.
           step: ``(state, batch, t) -> (state, metrics)``, without a round.
         """
-        delay, round_ = self.tx.delay, self.schedule.rounds[rnd]
+        delay, round_ = self.delayed.delay, self.schedule.rounds[rnd]
         two_stages = round_.group_size > 1 and not round_.sends
         first = delay // 2 if two_stages else delay
         state, outgoing = self.split(state)

@@ -133,7 +133,7 @@ def update(
       loss: () float32.
       grads: like ``params``.
       rnd: of the schedule; None: a step without communication.
-      mixed: the result of the round if it has already run; see `decent_jax.optim.EarlyMixing`.
+      mixed: the result of the round if it has already run; see `decent_jax.optim.Method`.
     """
     early = {} if mixed is None else {"mixed": mixed}
     change, opt_state = tx.update(grads, opt_state, params, round=rnd, value=loss, **early)
@@ -165,12 +165,16 @@ def make_step(
     ``learning_rate``, (). On CPU hosts, messages overlap the computation
     (`decent_jax.cpu.overlap`), in programs that come from ``cache``.
 
-    With a `decent_jax.optim.Delayed`, a round takes the ``tx.delay`` steps from t on with a tuple
-    of their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
+    With `decent_jax.optim.Delayed`, a round takes ``delay`` steps from t on with a tuple of
+    their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
     """
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
     options = xla.options_of_step(placement, schedule, tx)
+    method = optim.as_method(tx)
+    delayed_step = None
+    if method.delayed:
+        delayed_step = DelayedStep(method.delayed, schedule, placement, task.mixes_state)
 
     def gradients(params, model_state, batch, t):
         """The step of the replicas on one device."""
@@ -199,7 +203,7 @@ def make_step(
             model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
         return TrainState(params, model_state, opt_state), metrics
 
-    def early(tx):
+    def early_parts(early):
         def split(state):
             return (state.params, state.model_state), (state.params, state.opt_state)
 
@@ -208,7 +212,7 @@ def make_step(
             return gradients(params, model_state, batch, t), None
 
         def send(outgoing, rnd):
-            return placement.per_replica(partial(tx.mix, round=rnd))(*outgoing)
+            return placement.per_replica(partial(early, round=rnd))(*outgoing)
 
         def apply(outgoing, found, mixed, _, rnd):
             params, opt_state = outgoing
@@ -217,13 +221,10 @@ def make_step(
 
         return Parts(split, compute, send, apply, with_rate)
 
-    def delayed(tx):
-        return DelayedStep(tx, schedule, placement, task.mixes_state)
-
     def on_device(state, batch, t, *, rnd):
-        if rnd is not None and isinstance(tx, optim.Delayed):
+        if rnd is not None and delayed_step:
             local_step = partial(on_device, rnd=None)
-            return delayed(tx).in_one_program(state, batch, t, rnd, local_step)
+            return delayed_step.in_one_program(state, batch, t, rnd, local_step)
         found = gradients(state.params, state.model_state, batch, t)
         return placement.per_replica(partial(finish, rnd=rnd))(state, found)
 
@@ -245,9 +246,7 @@ def make_step(
         run = placement.on_devices(partial(on_device, rnd=round), (rows, rows, P()), rows)
         return with_rate(run(state, batch, t), t)
 
-    parts = None
-    if isinstance(tx, optim.Delayed):
-        parts = delayed(tx).parts(partial(on_device, rnd=None), with_rate)
-    elif isinstance(tx, optim.EarlyMixing):
-        parts = early(tx)
+    parts = early_parts(method.early) if method.early else None
+    if delayed_step:
+        parts = delayed_step.parts(partial(on_device, rnd=None), with_rate)
     return overlapped(step, parts, placement, options, cache.get)

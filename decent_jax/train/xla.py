@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from decent_jax import cpu
 from decent_jax.ground.format import format_number
-from decent_jax.optim import Delayed, EarlyMixing
+from decent_jax.optim import as_method
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 
@@ -79,7 +79,8 @@ def _starts_early(fsdp, schedule, tx) -> bool:
     for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
-    return fsdp == 1 and (isinstance(tx, EarlyMixing | Delayed) or not in_stages)
+    method = as_method(tx)
+    return fsdp == 1 and (not in_stages or bool(method.early or method.delayed))
 
 
 @functools.cache

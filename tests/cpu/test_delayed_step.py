@@ -11,7 +11,7 @@ import small_runs
 import tiny
 from test_overlap import Layers
 
-from decent_jax import optim, replicas
+from decent_jax import replicas
 from decent_jax.cpu import overlap
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -38,7 +38,7 @@ def test_a_delayed_step_is_a_message_and_its_steps(name):
     schedule, task = config_lib.make_schedule(config), Layers(mixes_state=name == "nodes")
     placement = replicas.place(4, jax.devices()[:4])
     tx = algorithm.transformation(config, schedule, lambda t: 0.01, None, placement.axis_name)
-    assert isinstance(tx, optim.Delayed)
+    assert tx.delayed.delay == numbers["delay"]
     step = step_lib.make_step(config, task, tx, rate, schedule, placement)
     state = step_lib.init_state(config, task, tx, placement)
     rng = np.random.default_rng(0)
@@ -58,12 +58,12 @@ def test_a_delayed_step_is_a_message_and_its_steps(name):
         return jax.jit(jax.vmap(lambda *own: fn(*own, r), axis_name="replica"))(*args)
 
     late, own = jax.device_get((state.params, state.opt_state.own))
-    message = stacked(tx.depart, late, own, jax.device_get(state.opt_state.count))
+    message = stacked(tx.delayed.depart, late, own, jax.device_get(state.opt_state.count))
     for k, (batch, got) in enumerate(zip(batches[1:], metrics, strict=True)):
         state, wanted = local_step(state, batch, np.int32(1 + k))
         tiny_close(got, wanted)
     now = jax.device_get((state.params, state.opt_state.own))
-    params, own = stacked(tx.arrive, *now, late, message)
+    params, own = stacked(tx.delayed.arrive, *now, late, message)
     tiny_close(arrived.params, params)
     tiny_close(arrived.opt_state, state.opt_state._replace(own=own))
     if name in ("mean", "nodes"):

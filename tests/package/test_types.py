@@ -10,9 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("topology", "gossip", "replicas", "optim")
-# Named tuples of optax, which says so only to itself.
-OF_OTHERS = {"decent_jax.optim.EarlyMixing", "decent_jax.optim.method_wrapper.EarlyMixing"}
-OF_OTHERS |= {"decent_jax.optim.Delayed", "decent_jax.optim.method_wrapper.Delayed"}
+# A named tuple of optax, which says so only to itself.
+OF_OTHERS = {"decent_jax.optim.Method", "decent_jax.optim.method_wrapper.Method"}
 
 
 @pytest.mark.slow

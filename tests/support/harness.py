@@ -75,7 +75,8 @@ def together(txs: Mapping) -> optax.GradientTransformationExtraArgs:
 
 def in_steps(tx, mix_every):
     """A method whose ``update`` takes every round; with a delay it keeps the outgoing arrays."""
-    if not isinstance(tx, optim.Delayed):
+    delayed = optim.as_method(tx).delayed
+    if delayed is None:
         return tx
 
     def init(params):
@@ -84,13 +85,13 @@ def in_steps(tx, mix_every):
 
     def update(grads, state, params, *, round, **extra):
         state, outgoing = state
-        departs = (state.count + tx.delay) % mix_every == 0
+        departs = (state.count + delayed.delay) % mix_every == 0
         outgoing = optax.tree.where(departs, (params, state.own, state.count), outgoing)
         updates, state = tx.update(grads, state, params, round=None, **extra)
         if round is not None:
             x, late = optim.apply_updates(params, updates), outgoing[0]
-            message = tx.depart(*outgoing, round)
-            x, own = tx.arrive(x, state.own, late, message, round)
+            message = delayed.depart(*outgoing, round)
+            x, own = delayed.arrive(x, state.own, late, message, round)
             updates = jax.tree.map(lambda new, old: new - old, x, params)
             state = state._replace(own=own)
         return updates, (state, outgoing)
