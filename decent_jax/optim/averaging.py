@@ -11,15 +11,7 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import (
-    Method,
-    Mixing,
-    key_of,
-    mean_with_feedback,
-    method,
-    no_rounds,
-    rate_at,
-)
+from decent_jax.optim.method_wrapper import Feedback, Method, Mixing, method, no_rounds, rate_at
 from decent_jax.optim.registry import ADAM_FIRST, BOTH, register
 from decent_jax.topology import Schedule
 
@@ -268,8 +260,7 @@ def all_reduce(
         sound = trees.acceptable(given, None)
         all_sound = gossip.mean(sound.astype(jnp.float32), axis_name) == 1
         sent = optax.tree.where(sound, given, optax.tree.zeros_like(given))
-        key = key_of(codec, count)
-        mean, rest = mean_with_feedback(sent, error, 1.0, axis_name, codec, key)
+        mean, rest = Feedback(axis_name, codec).mean(sent, error, count)
         lost = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), mean)  # rejected by all
         return optax.tree.where(all_sound, (mean, rest), (lost, error))
 

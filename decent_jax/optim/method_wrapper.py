@@ -150,9 +150,11 @@ class Method(optax.GradientTransformationExtraArgs):
         return method
 
 
-def as_method(tx: optax.GradientTransformation) -> Method:
+def as_method(transformation: optax.GradientTransformation) -> Method:
     """The transformation as a `Method`, which overlaps no message if it was none."""
-    return tx if isinstance(tx, Method) else Method(*optax.with_extra_args_support(tx))
+    if isinstance(transformation, Method):
+        return transformation
+    return Method(*optax.with_extra_args_support(transformation))
 
 
 def method(
@@ -182,10 +184,7 @@ def method(
       this replica's loss; ``active``, False for a replica that makes no local update in this step;
       ``mixed``, see `Method`; and ``replica``, its number if there is no replica axis.
     """
-    if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
-        made = getattr(inner, "__name__", None)
-        hint = f"; call it: {made}(...)" if made else ", such as optax.adamw(1e-3)"
-        raise TypeError(f"the local optimizer must be an optax transformation, got {inner!r}{hint}")
+    validation.is_transformation(inner)
     optimizer = optax.with_extra_args_support(inner or optax.identity())
 
     def init(params):
@@ -296,30 +295,30 @@ def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | N
     return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), count)
 
 
-def mean_with_feedback(
-    tree: Any,
-    error: Any,
-    decay: float,
-    axis_name: AxisName,
-    codec: Codec,
-    key: jax.Array | None,
-    between: Any = None,
-    clipped: bool = False,
-) -> tuple[Any, Any]:
-    r"""The mean over all replicas of what each has to send, with error feedback.
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+    r"""Error feedback: the error of a message is added to the next ones, times beta each time.
 
     .. math::
         e_i \leftarrow \beta e_i + x_i, \qquad q_i = Q(e_i), \qquad e_i \leftarrow e_i - q_i,
         \qquad \text{mean of the } q_j
 
-    So the error of a message is added to the next ones, times the decay beta each time.
-
-    Returns:
-      `decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e.
+    codec: Q.
+    decay: beta.
+    clipped: as in `decent_jax.gossip.mean_coded`.
     """
-    error = trees.add(trees.scale(decay, error), tree)
-    mean, sent = gossip.mean_coded(error, axis_name, codec, key, between, clipped)
-    return mean, optax.tree.sub(error, sent)
+
+    axis_name: AxisName
+    codec: Codec
+    decay: float = 1.0
+    clipped: bool = False
+
+    def mean(self, x: Any, e: Any, count: jax.Array, between: Any = None) -> tuple[Any, Any]:
+        """`decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e."""
+        key = key_of(self.codec, count)
+        e = trees.add(trees.scale(self.decay, e), x)
+        mean, q = gossip.mean_coded(e, self.axis_name, self.codec, key, between, self.clipped)
+        return mean, optax.tree.sub(e, q)
 
 
 def no_rounds(tx: optax.GradientTransformationExtraArgs, replica: int | None = None) -> Method:

@@ -1,4 +1,4 @@
-"""Outer steps over many local steps (see `outer_steps`): DiLoCo and NoLoCo."""
+"""DiLoCo and NoLoCo: outer steps over many local steps."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,8 +9,8 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Method, Mixing, mean_with_feedback
-from decent_jax.optim.outer_steps import Rule, outer_steps
+from decent_jax.optim.method_wrapper import Feedback, Method, Mixing
+from decent_jax.optim.outer_steps import descend, movement, outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Pairwise, model_bytes, register
 from decent_jax.topology import Schedule
 
@@ -91,12 +91,25 @@ def diloco(
     validation.averages("diloco", schedule)
     validation.not_negative("diloco.outer_learning_rate", outer_learning_rate)
     validation.below_one("diloco.outer_momentum", outer_momentum)
-    outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    validation.share("diloco.decay", decay)
+    optimizer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     mixing = Mixing(schedule, axis_name, codec, "diloco")
-    rule = towards_average(outer)
-    if codec is not None:
-        rule = along_coded_movements(outer, codec, axis_name, decay, "diloco")
-    return outer_steps(inner, mixing, rule, mix_every, fragments, delay, carry)
+    feedback = None if codec is None else Feedback(axis_name, codec, decay)
+
+    def init(theta):
+        e = () if feedback is None else optax.tree.zeros_like(theta)
+        return optimizer.init(theta), e
+
+    def outer_step(theta, x, state, round, count, after):
+        momentum, e = state
+        if feedback is None:
+            delta = optax.tree.sub(theta, mixing(x, round, count, between=after))
+        else:
+            delta, e = feedback.mean(movement(theta, x), e, count, after)
+        theta, momentum = descend(optimizer, delta, theta, momentum)
+        return theta, (momentum, e)
+
+    return outer_steps(inner, mixing, init, outer_step, mix_every, fragments, delay, carry)
 
 
 def noloco(
@@ -147,70 +160,33 @@ def noloco(
     mixing = Mixing(schedule, axis_name, codec, "noloco")
     validation.not_negative("noloco.outer_learning_rate", outer_learning_rate)
     validation.below_one("noloco.outer_momentum", outer_momentum)
-    rule = towards_average(optax.sgd(outer_learning_rate, outer_momentum))
-    return outer_steps(inner, mixing, rule, mix_every, fragments, delay, carry)
+    outer = optax.sgd(outer_learning_rate, outer_momentum)
+
+    def outer_step(theta, x, m, round, count, after):
+        mean = mixing(x, round, count, between=after)
+        return descend(outer, optax.tree.sub(theta, mean), theta, m)
+
+    return outer_steps(inner, mixing, outer.init, outer_step, mix_every, fragments, delay, carry)
 
 
 def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
-    """The rule for the whole model in a pairwise average of peers, with LOSCAR's merge.
+    """The outer step on the whole model in a pairwise average of peers, with LOSCAR's merge.
 
     The snapshot S was sent some steps ago; the local progress since then, x - S, is added to the
     new outer parameters.
     """
-    rule = towards_average(optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"]))
+    outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])
 
     def average(x, own, snapshot, pull):
         sent, pulls = jax.tree.leaves(snapshot), jax.tree.leaves(pull)
         theta = jax.tree.leaves(own.theta)
-        theta, state = rule.step(
-            theta, sent, own.states[0], lambda x: trees.add(x, pulls), None, None
-        )
+        delta = optax.tree.sub(theta, trees.add(sent, pulls))
+        theta, m = descend(outer, delta, theta, own.states[0])
         pull = optax.tree.sub(theta, sent)
         theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
-        return trees.add(x, pull), own._replace(theta=theta, states=(state,))
+        return trees.add(x, pull), own._replace(theta=theta, states=(m,))
 
     return average
-
-
-def towards_average(outer: optax.GradientTransformation) -> Rule:
-    """The outer optimizer, with the movement from the average to theta as its gradient."""
-
-    def step(theta, x, state, mix, key, after):
-        change, state = outer.update(optax.tree.sub(theta, mix(x)), state, theta)
-        return optax.apply_updates(theta, change), state
-
-    return Rule(outer.init, step)
-
-
-def along_coded_movements(
-    outer: optax.GradientTransformation,
-    codec: Codec,
-    axis_name: AxisName,
-    decay: float,
-    method: str,
-    clipped: bool = False,
-) -> Rule:
-    """The outer optimizer along the mean of encoded movements, with error feedback.
-
-    theta must be the same on all replicas; ``clipped`` as in `decent_jax.gossip.mean_coded`. A
-    replica that is not finite sends only its residual.
-    """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"{method}.decay must be in [0, 1], got {decay}")
-
-    def init(theta):
-        return outer.init(theta), optax.tree.zeros_like(theta)
-
-    def step(theta, x, state, mix, key, after):
-        state, error = state
-        moved = optax.tree.sub(theta, x)
-        moved = optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
-        given = decay, axis_name, codec, key, after, clipped
-        mean, error = mean_with_feedback(moved, error, *given)
-        change, state = outer.update(mean, state, theta)
-        return optax.apply_updates(theta, change), (state, error)
-
-    return Rule(init, step)
 
 
 _IN_FRAGMENTS: dict[str, Any] = {

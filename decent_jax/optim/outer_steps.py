@@ -1,6 +1,6 @@
-"""Local steps, and in every round an outer step on a fragment of the parameters.
+"""What DiLoCo, NoLoCo and SparseLoCo share: local steps, and in every round an outer step.
 
-A method provides a `Rule` and the `Mixing` of its messages.
+An outer step moves one fragment of the parameters; its message can overlap local steps.
 """
 
 from collections.abc import Callable
@@ -17,54 +17,38 @@ from decent_jax.optim.method_wrapper import Delayed, Method, Mixing, method
 Arrays = list[jax.Array]
 
 
-class Rule(NamedTuple):
-    """The update of one fragment's outer parameters; theta, x and results are lists of arrays.
-
-    init: from theta to the rule's state of this fragment.
-    step: ``(theta, x, state, mix, key, after) -> (theta, state)`` with x the replica's parameters
-      as sent, ``mix`` a round of averaging with others, a key for random formats, and
-      ``after`` as in `decent_jax.gossip.mean_coded`; ``mix`` already has the last two.
-    """
-
-    init: Callable[[Arrays], Any]
-    step: Callable[
-        [Arrays, Arrays, Any, Callable[[Arrays], Arrays], jax.Array | None, Any], tuple[Any, Any]
-    ]
-
-
 class OuterState(NamedTuple):
     """Own state of a method with outer steps."""
 
     theta: Any  # like params: the outer parameters
-    states: tuple[Any, ...]  # the rule's state of each fragment
+    states: tuple[Any, ...]  # of each fragment what the outer step keeps
 
 
 def outer_steps(
     inner: optax.GradientTransformation,
     mixing: Mixing,
-    rule: Rule,
+    init: Callable[[Arrays], Any],
+    outer_step: Callable[[Arrays, Arrays, Any, Any, jax.Array, Any], tuple[Arrays, Any]],
     mix_every: int = 1,
     fragments: int = 1,
     delay: int = 0,
     carry: bool = False,
 ) -> Method:
-    """Local steps, and in every round the rule on one fragment; with a delay `Delayed`.
+    """Local steps, and in every round an outer step on one fragment.
 
-    The rule's step depends only on the parameters that are sent and the method's own state, so all
-    of it can overlap local steps, whose progress is merged when it arrives. The
-    numbers are those of `decent_jax.optim.diloco`.
+    Args:
+      inner: the local optimizer.
+      mixing: the communication of the method.
+      init: from a fragment's theta to what its outer steps keep.
+      outer_step: ``(theta, x, state, round, count, after) -> (theta, state)`` of a fragment, with x
+        the replica's parameters as sent, and ``after`` for ``between`` of `decent_jax.gossip.mix`.
+        It depends on nothing else, so all of it can overlap local steps.
+      mix_every, fragments, delay, carry: as in `decent_jax.optim.diloco`.
 
     Raises:
       ValueError: a number out of range, a schedule with too few rounds.
     """
-    if fragments < 1:
-        raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
-    if not 0 <= delay < max(mix_every, 1):
-        raise ValueError(
-            f"{mixing.method}.delay must be below mix_every, which is {mix_every}, and at least "
-            f"0, got {delay}"
-        )
-    validation.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
+    _check(mixing, mix_every, fragments, delay)
 
     def fragment(round, tree):
         f = gossip.number(round) % fragments
@@ -74,11 +58,7 @@ def outer_steps(
         f, which = fragment(round, late)
         theta, late = take_leaves(own.theta, which), take_leaves(late, which)
         count = count + max(delay - 1, 0)  # at the update that has the round
-
-        def mix(tree):
-            return mixing(tree, round, count, between=after)
-
-        return rule.step(theta, late, own.states[f], mix, mixing.key(count), after)
+        return outer_step(theta, late, own.states[f], round, count, after)
 
     def arrive(x, own, late, message, round):
         f, which = fragment(round, x)
@@ -106,13 +86,36 @@ def outer_steps(
         return x, own, inner, ok
 
     def own(params):
-        states = [
-            rule.init(take_leaves(params, which)) for which in fragments_of(params, fragments)
-        ]
-        return OuterState(trees.copy(params), tuple(states))
+        parts = [take_leaves(params, which) for which in fragments_of(params, fragments)]
+        return OuterState(trees.copy(params), tuple(map(init, parts)))
 
     delayed = Delayed(delay, depart, arrive) if delay else None
     return method(inner, step, own, mixing.axis_name, delayed=delayed)
+
+
+def descend(
+    outer: optax.GradientTransformation, delta: Arrays, theta: Arrays, state: Any
+) -> tuple[Any, Any]:
+    """The outer parameters after a step of the outer optimizer along delta, and its state."""
+    change, state = outer.update(delta, state, theta)
+    return optax.apply_updates(theta, change), state
+
+
+def movement(theta: Arrays, x: Arrays) -> Arrays:
+    """``theta - x``; of a replica that is not finite zeros, so it sends what it still owes."""
+    moved = optax.tree.sub(theta, x)
+    return optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
+
+
+def _check(mixing: Mixing, mix_every: int, fragments: int, delay: int) -> None:
+    if fragments < 1:
+        raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
+    if not 0 <= delay < max(mix_every, 1):
+        raise ValueError(
+            f"{mixing.method}.delay must be below mix_every, which is {mix_every}, and at least "
+            f"0, got {delay}"
+        )
+    validation.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
 
 
 def fragments_of(params: Any, count: int) -> list[list[int]]:

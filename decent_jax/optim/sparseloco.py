@@ -7,10 +7,9 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.sparse import ChunkedTopK
-from decent_jax.optim import validation
-from decent_jax.optim.method_wrapper import Method, Mixing
-from decent_jax.optim.outer import along_coded_movements
-from decent_jax.optim.outer_steps import outer_steps
+from decent_jax.optim import trees, validation
+from decent_jax.optim.method_wrapper import Feedback, Method, Mixing
+from decent_jax.optim.outer_steps import movement, outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
@@ -80,10 +79,15 @@ def sparseloco(
             "same_init=True, or noloco"
         )
     validation.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
-    outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)
-    rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco", clipped)
-    mixing = Mixing(schedule, axis_name, method="sparseloco")
-    return outer_steps(inner, mixing, rule, mix_every, delay=delay, carry=carry)
+    validation.share("sparseloco.decay", decay)
+    feedback = Feedback(axis_name, ChunkedTopK(density, chunk, bits), decay, clipped)
+
+    def outer_step(theta, x, e, round, count, after):
+        delta, e = feedback.mean(movement(theta, x), e, count, after)
+        return trees.add(theta, trees.scale(-outer_learning_rate, delta)), e
+
+    mixing, init = Mixing(schedule, axis_name, method="sparseloco"), optax.tree.zeros_like
+    return outer_steps(inner, mixing, init, outer_step, mix_every, delay=delay, carry=carry)
 
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:

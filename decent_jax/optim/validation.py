@@ -28,10 +28,24 @@ def below_one(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 
+def share(name: str, value: Any) -> None:
+    """A number in [0, 1]; a schedule or a traced value passes."""
+    if isinstance(value, float | int) and not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+
+
 def combine(order: str) -> None:
     """A known combine order."""
     if order not in ("awc", "atc"):
         raise ValueError(f"combine must be 'awc' or 'atc', got {order!r}")
+
+
+def is_transformation(inner: Any) -> None:
+    """A local optimizer, not the function that makes one; or None."""
+    if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
+        made = getattr(inner, "__name__", None)
+        hint = f"; call it: {made}(...)" if made else ", such as optax.adamw(1e-3)"
+        raise TypeError(f"the local optimizer must be an optax transformation, got {inner!r}{hint}")
 
 
 # They keep the initial parameters only to measure the distance from them.

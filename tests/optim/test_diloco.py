@@ -106,6 +106,7 @@ def test_equal_arrays_are_cut_evenly():
         ({"fragments": 0}, ("fragments", 0)),
         ({"delay": 1}, ("delay", 1)),
         ({"delay": -1, "mix_every": 2}, ("delay", -1)),
+        ({"decay": 1.5}, ("diloco.decay", 1.5)),
     ],
 )
 def test_refusals(options, named):
