@@ -178,12 +178,8 @@ class MethodSpec:
         schedule, every = parts.schedule, parts.mix_every
         if "schedule" not in self.takes:
             schedule, every = make("complete", schedule.num_replicas), 1
-        return (
-            schedule.bytes_sent(
-                self.message_bytes(params, parts), replicas_per_node=replicas_per_node
-            )
-            / every
-        )
+        message = self.message_bytes(params, parts)
+        return schedule.bytes_sent(message, replicas_per_node=replicas_per_node) / every
 
 
 _METHODS: dict[str, MethodSpec] = {}

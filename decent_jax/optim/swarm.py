@@ -1,6 +1,7 @@
 """SwarmSGD: random pairs of replicas average, after different numbers of local steps."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -78,6 +79,7 @@ def swarm(
         raise ValueError(f"swarm.bits must be 8, 16 or 32 (not quantised), got {bits}")
     validation.matchings("swarm", schedule)
     quantises, blocking = bits < 32, combine == "atc"
+    exchange = functools.partial(_exchange_coded, bits) if quantises else _exchange
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -86,30 +88,7 @@ def swarm(
             return x, own, inner, ok
         mine, y = x if blocking else own.published, own.y
         fine = trees.all_finite(mine)
-        if not quantises:
-            (theirs, read), weight = _receive((mine, fine), round)
-            decoded, averages = mine, read & fine & (weight > 0)
-        else:
-            leaves, structure = jax.tree.flatten(mine)
-            lattice = Lattice(bits).reaching(y, _largest(mine))
-            # A non-finite side marks a non-finite snapshot, whatever its points decode to.
-            lattice = dataclasses.replace(lattice, side=jnp.where(fine, lattice.side, jnp.nan))
-            # The barrier keeps XLA from rounding the snapshot again, differently from the message.
-            sent = jax.lax.optimization_barrier([lattice.encode(x) for x in leaves])
-            received, weight = _receive(sent, round)
-            decoded, theirs = (
-                structure.unflatten(map(lattice.decode, message, leaves))
-                for message in (sent, received)
-            )
-            both_fine = fine & jnp.isfinite(received[0][2])
-            read = trees.all_finite(theirs) & both_fine
-            (read_by_them,), _ = _receive((read,), round)
-            averages = read & read_by_them & (weight > 0)
-            nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
-            # Only the sender that was not decoded widens its lattice; if the receiver did so too,
-            # one failure would cause others.
-            farther = jnp.where(read_by_them | ~both_fine, y, GROW * y)
-            y = jnp.where(weight > 0, jnp.where(averages, nearer, farther), y)
+        theirs, decoded, read, averages, weight, y = exchange(receive(round), mine, fine, y)
         pull = trees.scale(0.5, optax.tree.sub(theirs, decoded))
         after = trees.add(x, optax.tree.where(averages, pull, optax.tree.zeros_like(pull)))
         is_lost = ~(fine if blocking else trees.all_finite(x))
@@ -118,14 +97,45 @@ def swarm(
         published = None if blocking else optax.tree.where(publishes, x, own.published)
         return x, SwarmState(y, published), inner, ok
 
-    def _receive(tree, round):
-        return gossip.receive(tree, schedule, round, axis_name)[0]
+    def receive(round):
+        return lambda tree: gossip.receive(tree, schedule, round, axis_name)[0]
 
     def own(params):
         y = jnp.float32(distance) if quantises else None
         return SwarmState(y, None if blocking else trees.copy(params))
 
     return method(inner, step, own, axis_name)
+
+
+def _exchange(receive, mine, fine, y):
+    """What a pair exchanges: (the partner's snapshot, the own one, whether the partner's is finite,
+    whether the two average, the pair's weight, what the lattice reaches in the next round)."""
+    (theirs, read), weight = receive((mine, fine))
+    return theirs, mine, read, read & fine & (weight > 0), weight, y
+
+
+def _exchange_coded(bits, receive, mine, fine, y):
+    """`_exchange` of both snapshots as the lattice decodes them."""
+    leaves, structure = jax.tree.flatten(mine)
+    lattice = Lattice(bits).reaching(y, _largest(mine))
+    # A non-finite side marks a non-finite snapshot, whatever its points decode to.
+    lattice = dataclasses.replace(lattice, side=jnp.where(fine, lattice.side, jnp.nan))
+    # The barrier keeps XLA from rounding the snapshot again, differently from the message.
+    sent = jax.lax.optimization_barrier([lattice.encode(x) for x in leaves])
+    received, weight = receive(sent)
+    decoded, theirs = (
+        structure.unflatten(map(lattice.decode, message, leaves)) for message in (sent, received)
+    )
+    both_fine = fine & jnp.isfinite(received[0][2])
+    read = trees.all_finite(theirs) & both_fine
+    (read_by_them,), _ = receive((read,))
+    averages = read & read_by_them & (weight > 0)
+    nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
+    # Only the sender that was not decoded widens its lattice; if the receiver did so too, one
+    # failure would cause others.
+    farther = jnp.where(read_by_them | ~both_fine, y, GROW * y)
+    y = jnp.where(weight > 0, jnp.where(averages, nearer, farther), y)
+    return theirs, decoded, read, averages, weight, y
 
 
 def _add_pull(x: Any, own: SwarmState, snapshot: Any, pull: Any) -> tuple[Any, SwarmState]:
