@@ -1,4 +1,4 @@
-"""What docs/gpus.md computes, measured: one command, under nine minutes on one GPU, no network.
+"""What docs/accelerators.md computes, measured: one command, nine minutes on one GPU, offline.
 
     python benchmarks/speed/gpu_report.py [--out FOLDER] [--minutes 9] [--parts gpt2,...]
 

@@ -296,7 +296,7 @@ def _lines(
     yield (
         f"{on.name}: {config.num_replicas} replicas, {each}, on {used} of "
         f"{sum(map(len, on.by_process))} devices ({device.device_kind}), "
-        f"{len(set(nodes))} {where}"
+        f"{where}: {len(set(nodes))}"
     )
     per_node = on.per_node(placement)
     several = 1 < per_node < config.num_replicas
@@ -346,4 +346,4 @@ def _messages(on: Target, step: Described) -> Iterable[str]:
     if found.exposed:
         size = format_bytes(sum(one.nbytes for one in found.exposed))
         exposed = f"{hlo.kinds(found.exposed)}, {size}"
-    yield f"hidden: {hidden} of {len(found.counted)}; exposed: {exposed}"
+    yield f"hidden: {hidden} of {len(found.counted)}; less than half hidden: {exposed}"

@@ -16,7 +16,7 @@ COLLECTIVES = (
     *("ragged-all-to-all", "reduce-scatter"),
 )
 POINT_TO_POINT = ("send", "recv")  # how a permute crosses TPU slices
-_MESSAGES = (*COLLECTIVES, *POINT_TO_POINT)
+_MESSAGES, _PERMUTES = (*COLLECTIVES, *POINT_TO_POINT), ("collective-permute", *POINT_TO_POINT)
 _SUSPECT = re.compile("collective|permute|all-|reduce-scatter|send|recv|remote")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SUSPECT_TARGET = re.compile("collective|allreduce|all_reduce|megascale|nccl|nvshmem", re.I)
@@ -220,6 +220,9 @@ def kinds(messages: list[Window]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
+HIDDEN = 0.5  # of the gradient's time
+
+
 class Overlap(NamedTuple):
     """How much of the gradient runs beside the messages, all as shares of its time.
 
@@ -229,7 +232,7 @@ class Overlap(NamedTuple):
     first: float  # over when the first message starts
     last: float  # over when the last one does
     least: float  # between start and end of the message that has least
-    exposed: list[Window]  # messages beside which nothing of the gradient runs
+    exposed: list[Window]  # messages beside which less than `HIDDEN` of it runs
     counted: list[Window]
 
 
@@ -244,8 +247,7 @@ def overlap(instructions: list[Instruction], time: Callable[[Instruction], float
       ValueError: the program has no message, or no kernel of a gradient.
     """
     found = windows(instructions)
-    kinds = ("collective-permute", *POINT_TO_POINT)
-    counted = [one for one in found if one.kind in kinds] or found
+    counted = [one for one in found if one.kind in _PERMUTES] or found
     passed = [0.0, *itertools.accumulate(gradient_times(instructions, time))]
     if not counted or not passed[-1]:
         raise ValueError("the program has no message, or no gradient: is it a training step?")
@@ -257,7 +259,7 @@ def overlap(instructions: list[Instruction], time: Callable[[Instruction], float
         min(passed[one.start] for one in counted) / passed[-1],
         max(passed[one.start] for one in counted) / passed[-1],
         min(map(share, counted)),
-        [one for one in found if share(one) <= 0],
+        [one for one in found if share(one) < HIDDEN],
         counted,
     )
 

@@ -115,7 +115,7 @@ def test_the_lines_say_what_a_step_takes(check_on):
     lines = check_on(num_replicas=8, batch_size=16)
     assert len(lines) <= 10
     said = "\n".join(lines)
-    assert "8 replicas, 1 on each, on 8 of 8 devices" in said and "2 hosts" in said
+    assert "8 replicas, 1 on each, on 8 of 8 devices" in said and "hosts: 2" in said
     assert f"has {format_bytes(1 << 40)}" in said
     # XLA waits for messages on CPUs where it sends them.
     assert "hidden: 0 of" in said
