@@ -140,10 +140,10 @@ def train(argv: list[str], prog: str) -> int:
         said, code = str(error), error.code
     except OSError as error:  # a full disk, a removed folder
         what = shorten(f"{type(error).__name__}: {error}", 200)  # not all name a file
-        said = f"{what}, with --workdir {workdir}; once mended, the same command continues"
+        said = f"{what}, with --workdir {workdir}; once fixed, the same command resumes"
         code = 1
     except KeyboardInterrupt:  # outside the loop, which saves before it exits
-        said, code = "interrupted; the same command continues", 130
+        said, code = "interrupted; the same command resumes", 130
     except Exception as error:  # of a task or an optimizer of the user's, for instance
         said, code = unforeseen(error), 1
     else:

@@ -5,11 +5,11 @@ at step t is its example `t * batch_size + r * B + j`, where `B = batch_size // 
 resumed run seeks to its step instead of reading up to it, and the global batch of a step holds the
 same records in every layout.
 
-With a partition there is one such stream per replica, of its own records: row j at step t is its
-example `t * B + j`. It does not depend on which processes and devices hold the replicas, but
-another number of replicas has another partition.
+With a partition there is one such stream per replica, over its own records: row j at step t is its
+example `t * B + j`. It does not depend on the placement of replicas on processes and devices, but
+a different number of replicas has a different partition.
 
-A source may also cut its batches itself, into blocks of several shapes. Such a source has the
+A source may also form its own batches, in blocks of several shapes. Such a source has the
 methods `train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`,
 which return a sequence: item `step * num_replicas + replica` is a replica's block, and its `steps`
 is the number of steps per epoch. The source decides what `batch_size` counts.
@@ -33,13 +33,13 @@ from decent_jax.data.partition import Partition
 from decent_jax.ground.errors import DataError, unforeseen
 from decent_jax.ground.format import format_bytes
 
-_MEMORY = "/dev/shm"  # through which readers hand over their batches
+_MEMORY = "/dev/shm"  # through which readers pass their batches
 
 
 class Batches(Iterator):
     """An iterator with threads or ``workers`` behind it; `close` (or `with`) stops them.
 
-    `next` raises DataError where a batch cannot be read.
+    `next` raises DataError if a batch cannot be read.
     """
 
     def __init__(self, iterator, workers: int = 0):
@@ -49,7 +49,7 @@ class Batches(Iterator):
     def __next__(self) -> Any:
         if self._iterator is None:
             raise ValueError("the batches are closed")
-        # A terminal or a launcher sends a signal to the readers, too, but this process decides.
+        # A terminal or a launcher also signals the readers, but this process decides.
         deaf = worker_pool.deaf_to_signals() if self._starts else contextlib.nullcontext()
         self._starts = False
         with _failures_told(self._workers), deaf:
@@ -59,7 +59,7 @@ class Batches(Iterator):
         """Stops them; `next` raises ValueError afterwards. May be called twice."""
         if self._iterator is not None:
             self._iterator.close()
-            self._iterator = None  # frees the shared memory of batches that nobody took
+            self._iterator = None  # frees the shared memory of unconsumed batches
             if self._workers:
                 gc.collect()  # those that grain's threads hold
 
@@ -101,7 +101,7 @@ def train_batches(
       prefetch: batches read ahead, by as many threads, at most one per core; 0 reads in the
         calling thread.
       workers: processes that read ahead instead of threads, for sources that compute much in
-        Python; each makes whole batches. They are spawned, with a copy of the source.
+        Python; each produces whole batches. They are spawned, with a copy of the source.
       partition: which records belong to which replica; None: all replicas share all of them.
 
     Returns:
@@ -163,7 +163,7 @@ def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
 
 
 def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
-    """Training steps until every record was read; the last may reach into the next epoch."""
+    """Training steps until every record was read; the last may extend into the next epoch."""
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed).steps
     return -(-len(source) // batch_size)
@@ -195,7 +195,7 @@ def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
 class _OwnRows:
     """Item `t * n + r`: the records of replica r at step t, from the replica's own stream.
 
-    Exists for the replicas of this process only.
+    Only for the replicas of this process.
     """
 
     def __init__(self, source, seed, per_replica, replicas, partition, num_replicas):
@@ -219,7 +219,7 @@ class _OwnRows:
 
 
 class _Blocks:
-    """Item t: the rows of `replicas` at step t, of which `rows[t * n + r]` is one."""
+    """Item t: the rows `rows[t * n + r]` of `replicas` at step t."""
 
     def __init__(self, rows, num_replicas, replicas):
         self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
@@ -272,7 +272,7 @@ def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
     if not workers:
         return Batches(iter(batches))
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # grain reads flags of its own; a notebook parses none
+        flags.FLAGS.mark_as_parsed()  # grain reads its own flags, which a notebook never parses
     ahead = max(prefetch // workers, 1)
     batches = batches.mp_prefetch(
         grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead),

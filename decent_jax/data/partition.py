@@ -1,14 +1,14 @@
-"""Heterogeneous data: every replica owns some records, with labels distributed differently.
+"""Heterogeneous data: every replica owns some records, with its own label distribution.
 
 Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: every replica draws
 a mixture q of the classes around the mixture p of the whole data set, q ~ Dirichlet, and takes
-records according to q without replacement, all replicas at the same time and equally many; once a
-class is used up, the other classes are taken in proportion to q. So each record belongs to one
-replica, and all replicas own equally many (fewer than n records are left out). The alternative,
+records according to q without replacement. All replicas draw simultaneously and equally often; once
+a class is exhausted, the others are drawn in proportion to q. So each record belongs to one
+replica, and all replicas own the same number (fewer than n records are left out). The alternative,
 which divides each class among the replicas (Yurochkin et al., 2019), leaves some replicas with few
 records.
 
-Papers use alpha for different things. Here it is a pseudo-count per class,
+Papers define alpha differently. Here it is a pseudo-count per class,
 q ~ Dirichlet(alpha * p / sum(p**2)), which for K equally large classes is Dirichlet(alpha, ...,
 alpha): the alpha of Acar et al. (2021, arXiv:2111.04263) and, in the spread of a class over
 replicas, of Lin et al. (2021, arXiv:2102.04761) and later papers that compare with them. The alpha
@@ -17,9 +17,9 @@ multiplying by K gives many tiny classes as little weight in alpha as they have 
 mean p, `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1, one class per replica, for
 alpha -> 0, and sum(p**2), a copy of the whole, for alpha -> infinity. That is the distribution of
 the draws; the result is milder for a small alpha, because all records are assigned and classes run
-out. Publish what `Partition.report` prints, not alpha alone.
+out. Publish the output of `Partition.report`, not only alpha.
 
-Another number of replicas is another partition, drawn anew.
+With a different number of replicas, the partition is drawn anew.
 """
 
 import dataclasses
@@ -75,14 +75,14 @@ class Partition:
         return self.owned[replica]
 
     def total_variation(self) -> np.ndarray:
-        """(n,) distances, from 0 to 1, of each replica's label distribution from the whole's.
+        """(n,) total variation, from 0 to 1, of each replica's labels from the whole's.
 
         Half the sum of absolute differences: the share of its records that would have to change.
         """
         return _total_variation(self.counts, self.class_sizes)
 
     def total_variation_iid(self) -> float:
-        """The average distance of records dealt at random, which are few, so it is not 0."""
+        """The average for records dealt at random; not 0, because a replica has few records."""
         random = np.random.default_rng(0)
         counts = random.multivariate_hypergeometric(
             self.class_sizes, self.records_per_replica, _IID_DRAWS, method="marginals"
@@ -106,14 +106,14 @@ class Partition:
         }
 
     def report(self) -> str:
-        """A paragraph for people."""
+        """A readable summary."""
         left_out = f", {self.records_left_out} left out" if self.records_left_out else ""
         return (
             f"data.partition dirichlet, alpha {self.alpha:g}, over {len(self.class_names)} classes:"
-            f" {self.num_replicas} replicas of {self.records_per_replica:,} records of their own"
-            f"{left_out};\ntheir labels are {self.total_variation().mean():.2f} from the whole's in"
-            f" total variation on average ({self.total_variation_iid():.2f} for records dealt out"
-            " at random)"
+            f" {self.num_replicas} replicas with {self.records_per_replica:,} records each"
+            f"{left_out};\nmean total variation of their labels from the whole's:"
+            f" {self.total_variation().mean():.2f} ({self.total_variation_iid():.2f} for records"
+            " dealt at random)"
         )
 
     def _shares(self) -> np.ndarray:
@@ -129,12 +129,12 @@ def dirichlet(
     *,
     class_names: Sequence[str] | None = None,
 ) -> Partition:
-    """The partition of labelled records over replicas; the module's docstring has the method.
+    """The partition of labelled records over replicas; see the module's docstring.
 
     Args:
       labels: (N,) integers, the class of every record.
       num_replicas: n, at most N.
-      alpha: above 0; a small one gives each replica few classes, a large one all the same.
+      alpha: above 0; if small, each replica has few classes; if large, all have the same mixture.
       seed: any integer >= 0; the same arguments give the same partition.
       class_names: for reports, the name of label k at k; None means the labels themselves.
 
@@ -192,7 +192,7 @@ def for_run(source, *, num_replicas: int, batch_size: int, alpha: float, seed: i
 def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) -> np.ndarray:
     """(n, K): logarithms of n draws of Dirichlet(alpha * prior / sum(prior**2)), up to a constant.
 
-    Gamma variables, normalised, are a Dirichlet draw; for the small pseudo-counts of a small alpha
+    Normalized Gamma variables are a Dirichlet draw; for the small pseudo-counts of a small alpha
     they underflow, so log Gamma(a) is drawn as log Gamma(a + 1) + log(U) / a.
     """
     counts = max(alpha, 1e-250) * prior / (prior**2).sum()  # so that the division stays finite
@@ -203,8 +203,8 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
     """(n, K) int64: how many records of each class a replica takes, `each` in all.
 
-    Equal in distribution to drawing one record at a time in random turns, and again where the
-    class is used up.
+    Equal in distribution to drawing one record at a time in random order, redrawing if a class is
+    exhausted.
     """
     counts = np.zeros(log_mixtures.shape, np.int64)
     need, left = np.full(len(counts), each), sizes.astype(np.int64)
@@ -236,6 +236,6 @@ def _choose_records(labels, sizes, counts, random) -> np.ndarray:
 
 
 def _total_variation(counts: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """(rows,) distances of the distributions `counts` (rows, K) from the whole's."""
+    """(rows,) total variation between the distributions `counts` (rows, K) and the whole's."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     return np.abs(shares - class_sizes / class_sizes.sum()).sum(axis=1) / 2

@@ -1,4 +1,4 @@
-"""Prepared folders: what their manifests say, and writing one so that it appears by one rename."""
+"""Prepared folders: their manifests, and writing one that appears by a single rename."""
 
 import contextlib
 import glob
@@ -27,12 +27,12 @@ LISTED_FILES = 1000  # a manifest names at most this many inputs
 class Kind(NamedTuple):
     """A kind of prepared folder."""
 
-    command: str  # `decent-jax prepare COMMAND` makes it
-    format: str  # the entry `format` of its manifest, with a version
+    command: str  # written by `decent-jax prepare COMMAND`
+    format: str  # entry `format` of its manifest, with a version
 
 
 def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
-    """The manifest of a prepared folder; DataError where there is none or it is another kind's."""
+    """The manifest of a prepared folder; DataError if there is none or it is of another kind."""
     path = Path(folder) / "manifest.json"
     make = f"`decent-jax prepare {kind.command}`"
     try:
@@ -63,25 +63,25 @@ def is_whole(folder: str | Path, kind: Kind) -> bool:
 def find_or_make(
     out: Path, find: Callable[[], dict[str, Any] | None], make: Callable[[bool], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The manifest that `find` returns or, where that is None, `make`.
+    """The manifest returned by `find` or, if that is None, by `make`.
 
-    Several processes may do this at the same time: one folder wins, all return its manifest. `make`
-    gets whether it may replace what is at `out`: not a folder that has appeared since `find` looked
-    for it, which another process is about to read.
+    Several processes may do this at the same time: one folder wins, and all return its manifest.
+    The argument of `make` is whether it may replace `out`: it may not if a folder has appeared
+    since `find`, because another process is about to read it.
     """
     replaceable = out.exists()
     if (manifest := find()) is not None:
         return manifest
     try:
         return make(replaceable)
-    except (DataError, OSError):  # perhaps because another process was faster
+    except (DataError, OSError):  # possibly because another process was faster
         if (manifest := find()) is not None:
             return manifest
         raise
 
 
 def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
-    """DataError unless `out` does not exist, is empty, or is of this kind and to be replaced."""
+    """DataError unless `out` is missing, empty, or a folder of this kind to be replaced."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():
@@ -105,12 +105,12 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
 class Draft:
     """A hidden sibling of `out`, `.NAME.tmp-...`, that becomes `out` by `publish`.
 
-    A file lock tells other processes that this one is alive. Leaving the `with` removes the draft
-    unless it was published; those of killed runs, whose locks are free, are removed on the way in.
+    A file lock shows other processes that this one is alive. Leaving the `with` removes the draft
+    unless it was published; entering it removes drafts of killed runs, whose locks are free.
 
     Args:
-      out: the folder to make.
-      kind: what it will be.
+      out: the folder to create.
+      kind: of the folder.
       overwrite: replace a folder of this kind at `out`.
 
     Attributes:
@@ -140,7 +140,7 @@ class Draft:
         self._files[name].write(data)
 
     def close(self, name: str) -> dict[str, Any]:
-        """Puts a file on the disk; returns its `file` (name), `bytes` and `sha256`."""
+        """Syncs a file to disk; returns its `file` (name), `bytes` and `sha256`."""
         self.append(name, b"")
         self._files[name].close()
         return recorded(self.folder / name)
@@ -169,7 +169,7 @@ class Draft:
         # the name of a file that is not UTF-8 becomes the escape that JSON has for it
         write_atomic(self.folder / "manifest.json", text.encode(errors="backslashreplace"))
         self._move_into_place()
-        # last, so that no other run takes the folder for the draft of a dead one
+        # last, so that no other run mistakes the folder for a dead run's draft
         (self.out / _LOCK).unlink(missing_ok=True)
         self._lock.close()
         return manifest
@@ -183,10 +183,10 @@ class Draft:
             except OSError:
                 if not self.out.exists():
                     raise
-            if not self.overwrite:  # another process was faster: the check says so
+            if not self.overwrite:  # another process was faster; the check reports it
                 continue
             old = _sibling(self.out, "tmp")
-            with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
+            with contextlib.suppress(FileNotFoundError):  # another process is replacing it
                 os.rename(self.out, old)
             shutil.rmtree(old, ignore_errors=True)
 
@@ -195,7 +195,7 @@ class Draft:
 
     def __exit__(self, *exc_info) -> None:
         for file in (*self._files.values(), self._lock):
-            with contextlib.suppress(OSError):  # a full disk: what is buffered does not matter
+            with contextlib.suppress(OSError):  # a full disk: buffered data does not matter
                 file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -207,7 +207,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """Puts a file on the disk; returns its `file` (name), `bytes` and `sha256`."""
+    """Syncs a file to disk; returns its `file` (name), `bytes` and `sha256`."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -215,7 +215,7 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def check_size(path: Path, wanted: int) -> None:
-    """DataError where a file of a prepared folder has not as many bytes as its manifest says."""
+    """DataError if a file of a prepared folder does not have the size in its manifest."""
     with one_sentence(path):
         size = path.stat().st_size
     if size != wanted:
@@ -225,7 +225,7 @@ def check_size(path: Path, wanted: int) -> None:
 
 
 def chosen(digest: bytes, share: float) -> bool:
-    """Whether a record with this hash is among a share of them, from 0 to 1."""
+    """Whether a record with this hash belongs to a share of all records, from 0 to 1."""
     return int.from_bytes(digest[:8], "big") / 2**64 < share
 
 
@@ -235,7 +235,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Removes the drafts of `out` whose runs are dead, or that are half removed already."""
+    """Removes the drafts of `out` from dead runs, and partially removed ones."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-{'[0-9a-f]' * 12}"):
         with contextlib.suppress(FileNotFoundError), open(folder / _LOCK, "r+b") as lock:
             if not _flock(lock):
@@ -244,7 +244,7 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def _make_locked(out: Path) -> tuple[Path, IO[bytes]]:
-    """A new draft and its lock, which is taken before the draft has the name of one."""
+    """A new draft and its lock, which is acquired before the draft gets its name."""
     hidden = _sibling(out, "new")
     hidden.mkdir()
     lock = open(hidden / _LOCK, "wb")  # noqa: SIM115
@@ -255,7 +255,7 @@ def _make_locked(out: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _flock(file: IO[bytes]) -> bool:
-    """Takes the lock of an open file; False where another process holds it, or none can be had."""
+    """Locks an open file; False if another process holds the lock, or locking is impossible."""
     import fcntl
 
     try:

@@ -396,7 +396,7 @@ def check_coded(schedule: Schedule) -> None:
     """Raises ValueError if a schedule's messages cannot be encoded, because some are sums."""
     if schedule.sends_sums:
         raise ValueError(
-            f"{schedule.name} sends sums of groups from group to group, which travel as they are; "
+            f"{schedule.name} sends sums between groups, which cannot be encoded; "
             "use codec='float32', or a schedule such as one_peer_exp or complete"
         )
 

@@ -42,7 +42,7 @@ class ReplicaAxis:
             raise ValueError(
                 f"the schedule {schedule.name!r} is for {schedule.num_replicas} replicas, but "
                 f"axis {axis_name!r} holds {held}; make the schedule for {held}, or vmap the rest "
-                "with an axis of its own and pass axis_name=(mesh axis, vmapped axis)"
+                "with a separate axis and pass axis_name=(mesh axis, vmapped axis)"
             )
         return axis
 
@@ -281,8 +281,8 @@ def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
     """(source, target) of each message of a (partial) permutation: D receives from device_map[D].
 
     On TPUs the permutation is closed: each device that only sends gets the message of one that only
-    receives, and idle ones their own. Nobody looks at these. On two slices of v6e (jax 0.11) others
-    measured that collectives took 5.4 times as long after a permute that was not closed.
+    receives, and idle ones send to themselves; these messages are ignored. On two slices of v6e
+    (jax 0.11), collectives reportedly took 5.4 times as long after a permute that was not closed.
     """
     pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
     described = jax.sharding.get_abstract_mesh().abstract_device

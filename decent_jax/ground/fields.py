@@ -148,7 +148,7 @@ def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
     for name in table:
         if name not in values:
             raise ConfigError(
-                f"the config has no field {name!r}; begin with default_config()", field=name
+                f"the config has no field {name!r}; start from default_config()", field=name
             )
     for name, value in values.items():
         if name not in table:

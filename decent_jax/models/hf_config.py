@@ -168,7 +168,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     }
     for key in sorted(unlike.keys() - _FIELDS):
         raise ValueError(
-            f"{path} says {key} {shown(unlike[key])}, which this model cannot follow"
+            f"{path} says {key} {shown(unlike[key])}, which this model does not support"
             + (f": it has {wanted[key]!r}" if key in wanted else "")
         )
     if unlike:

@@ -188,7 +188,7 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     params = jax.tree_util.tree_map_with_path(leaf_of, decoders.shapes(config))
     if left:
         raise ValueError(
-            f"{path} has a tensor {min(left)!r} that the config has no place for: {config}"
+            f"{path} has a tensor {min(left)!r} that does not fit the config: {config}"
         )
     return params
 
@@ -252,7 +252,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with open(file, "rb") as other:
             begins = other.read(16)
         raise ValueError(
-            f"{file} is no whole .safetensors file ({error}); it begins with {begins!r}"
+            f"{file} is not a complete .safetensors file ({error}); it starts with {begins!r}"
         ) from None
 
 

@@ -74,8 +74,8 @@ def outer_steps(
     def step(params, own, round, local):
         if round is not None and delay > 1:
             raise ValueError(
-                f"{mixing.method}.delay={delay}: a message travels beside {delay} updates, each "
-                "with round=None; tx.delayed.depart begins it, and tx.delayed.arrive ends it"
+                f"{mixing.method}.delay={delay}: a message overlaps {delay} updates, each with "
+                "round=None; call tx.delayed.depart before and tx.delayed.arrive after them"
             )
         update, inner, ok = local(params)
         x = trees.add(params, update)

@@ -157,7 +157,7 @@ class MethodSpec:
                 f"{parts.combine!r}; leave combine empty"
             )
         if parts.codec is not None and "codec" not in self.takes:
-            raise ValueError(f"{self.name} sends float32 or a format of its own: leave codec")
+            raise ValueError(f"{self.name} sends float32 or its own format: leave codec unset")
         given = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
         of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()
         return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
@@ -204,6 +204,6 @@ def register(
     """
     spec = MethodSpec(name, make, **declared)
     if not same_name(make, _METHODS.get(name, spec).make):
-        raise ValueError(f"there is a method {name!r} already; give yours another name")
+        raise ValueError(f"there is already a method {name!r}; choose another name")
     _METHODS[name] = spec
     return spec

@@ -75,7 +75,7 @@ def sparseloco(
     validation.averages("sparseloco", schedule)
     if not same_init:
         raise ValueError(
-            "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
+            "sparseloco exchanges only movements, so replicas that start apart stay apart; use "
             "same_init=True, or noloco"
         )
     validation.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)

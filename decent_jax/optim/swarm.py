@@ -139,7 +139,7 @@ def _exchange_coded(bits, receive, mine, fine, y):
 
 
 def _add_pull(x: Any, own: SwarmState, snapshot: Any, pull: Any) -> tuple[Any, SwarmState]:
-    """What a peer without a common step does in place of a round of `swarm`."""
+    """The equivalent of a round of `swarm` for an asynchronous peer."""
     return trees.add(x, pull), own
 
 

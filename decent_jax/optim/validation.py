@@ -91,23 +91,23 @@ def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
         if var in program.jaxpr.invars:
             raise ValueError(
                 "the local optimizer keeps a copy of the parameters "
-                f"({jax.tree_util.keystr(path)}), which mixing would not move; use another one, "
+                f"({jax.tree_util.keystr(path)}), which mixing would not update; use another one, "
                 "such as optax.adamw, or all_reduce"
             )
     if _sets(optimizer, shapes):
         raise ValueError(
-            "the local optimizer sets the parameters: its update is a value of its own less the "
-            "parameters, which takes back what mixing moved; use another one, such as optax.adamw, "
-            "or all_reduce"
+            "the local optimizer sets the parameters: its update is a stored value minus the "
+            "parameters, which undoes the mixing; use another one, such as optax.adamw, or "
+            "all_reduce"
         )
 
 
-# Primitives that hand on their first operand.
+# Primitives that pass on their first operand.
 _HAND_ON = ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
 
 
 def _sets(optimizer: optax.GradientTransformation, shapes: Any) -> bool:
-    """Whether an update is something less the parameters, as the program of the update says."""
+    """Whether an update is some value minus the parameters, judging by its program."""
     leaves, structure = jax.tree.flatten(shapes)
 
     def update(leaves, gradients, loss):

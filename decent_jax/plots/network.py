@@ -1,6 +1,6 @@
-"""Pictures of the planner: a step as a Gantt chart, and a placement on its network.
+"""Figures of the planner: a step as a Gantt chart, and a placement on its network.
 
-They take arrays, names and numbers; `decent_jax.planner` makes them.
+They take arrays, names and numbers from `decent_jax.planner`.
 """
 
 import itertools
@@ -23,7 +23,7 @@ KINDS = {
     "communicate": ORANGE,
     "wait": "#dddddd",
 }
-# What was done: kind, replica, step, start and end in seconds.
+# An event: kind, replica, step, start and end in seconds.
 Event = tuple[str, int, int, float, float]
 
 
@@ -76,12 +76,12 @@ def draw_gantt(
 def draw_placement(
     gbit: np.ndarray, names: Sequence[str], stages: np.ndarray, title: str
 ) -> Figure:
-    """The network's bandwidths with the links that stages use on them, and where each stage is.
+    """The network's bandwidths with the links that stages use, and the placement of the stages.
 
     Args:
       gbit: (n, n) Gbit/s between devices.
       names: of the n devices, ``PLACE/k``.
-      stages: (S, D) devices; a row averages, a column passes on.
+      stages: (S, D) devices; a row averages, a column is a pipeline.
       title: of the right panel.
     """
     figure, left, right = _two_panels(gbit, names)
@@ -106,7 +106,7 @@ def draw_gossip(
     round_s: Sequence[float],
     titles: tuple[str, str],
 ) -> Figure:
-    """The network's bandwidths with the transfers of a schedule on them, and what rounds take.
+    """The network's bandwidths with the transfers of a schedule, and the times of its rounds.
 
     Args:
       gbit: (n, n) Gbit/s between devices.
@@ -138,7 +138,7 @@ def _places(names: Sequence[str]) -> list[str]:
 
 
 def _two_panels(gbit: np.ndarray, names: Sequence[str]) -> tuple[Figure, Axes, Axes]:
-    """Left the bandwidths between devices; white lines and labels mark the places."""
+    """Left panel: the bandwidths between devices; white lines and labels mark the places."""
     figure = style.new_figure(12.5, 5.8, wspace=0.06)
     axes, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     off_diagonal = np.where(np.eye(len(gbit), dtype=bool), np.nan, gbit)
@@ -169,7 +169,7 @@ def _mark(axes: Axes, pairs: ArrayLike, colour: str, above: bool | None = None) 
 
 
 def _grid(axes: Axes, names: Sequence[str], stages: np.ndarray) -> None:
-    """Stages by pipelines, a colour per place; pipelines are sorted by where they begin."""
+    """Stages by pipelines, one colour per place; pipelines are sorted by their first stage."""
     places = np.array(_places(names))
     kinds = list(dict.fromkeys(places))
     stems = {kind.rstrip("0123456789") for kind in kinds}

@@ -1,4 +1,4 @@
-"""One HTML page about a run, or a comparison of several, drawn by plotly; it loads nothing."""
+"""One self-contained HTML page about a run, or a comparison of several, drawn by plotly."""
 
 import html
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""The curves of one run, of several beside each other, or of means over seeds.
+"""The curves of one run, of several runs, or of means over seeds.
 
-`draw_means` is what `decent-jax plot --mean` draws: runs that differ in their seed are one line,
+`draw_means` is for `decent-jax plot --mean`: runs that differ only in their seed become one line,
 their mean, with a band of one standard deviation, against steps, training time and bytes sent.
 """
 
@@ -34,7 +34,7 @@ DOTS = {"marker": "o", "ms": 4.5, "mec": "white", "mew": 0.7, "lw": 1.8, "zorder
 
 COMPARISON = Path("comparison.png")  # in the current folder
 CONSENSUS = "train/consensus_distance_relative"
-# Sections and fields in which runs of one line may differ: the seed, and where and how they ran.
+# Sections and fields in which runs of one line may differ: the seed, devices, logging.
 _ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster"}
 
 Label = tuple[str, np.ndarray, str]  # a text, the values of the line it belongs to, its colour
@@ -46,7 +46,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     Metrics that a run did not record are left out.
 
     Raises:
-      RunError: a run has nothing to draw; the message says why.
+      RunError: a run has nothing to draw.
     """
     loaded = [load_run(run) for run in runs]
     label_runs(loaded)
@@ -74,7 +74,7 @@ def draw(runs: Sequence[RunFolder]) -> Figure:
 
 
 def _panels(runs: Sequence[RunFolder]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
-    """The panels for which these runs have data: (function, its further arguments)."""
+    """The panels for which these runs have data: (function, its extra arguments)."""
 
     def any_has(*names: str) -> bool:
         return any(run.has(name) for run in runs for name in names)
@@ -94,7 +94,7 @@ def _panels(runs: Sequence[RunFolder]) -> list[tuple[Callable[..., None], tuple[
         ("perf/examples_per_s", "Examples per second", ""),
         ("perf/step_time_s", "Step time", "s"),
     ):
-        # The first that every run has; else the last, if some run has it.
+        # The first that every run has; otherwise the last, if some run has it.
         if all(run.has(name) for run in runs) or (name == "perf/step_time_s" and any_has(name)):
             panels.append((_speed, (name, title, unit)))
             break
@@ -150,12 +150,12 @@ def _score(axes: Axes, runs: Sequence[RunFolder], name: str) -> None:
 
 
 def _line(run: RunFolder, x: np.ndarray) -> dict[str, Any]:
-    """How the line of a run looks; a single point is a dot."""
+    """The style of a run's line; a single point is a dot."""
     return {"ls": run.dashes, "lw": 1.8, "marker": "o" if len(x) == 1 else "", "ms": 4.5}
 
 
 def _trace(axes: Axes, run: RunFolder, x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Draw a noisy series lightly and its moving average over it; return the average."""
+    """Draw a noisy series in a light colour with its moving average; return the average."""
     smooth = smoothed(values)
     axes.plot(x, values, color=run.colour, lw=0.7, alpha=0.28)
     axes.plot(x, smooth, color=run.colour, **_line(run, x))
@@ -163,7 +163,7 @@ def _trace(axes: Axes, run: RunFolder, x: np.ndarray, values: np.ndarray) -> np.
 
 
 def _consensus(axes: Axes, runs: Sequence[RunFolder], name: str) -> None:
-    """How far the replicas are from their mean, on a logarithmic scale."""
+    """The consensus distance, on a logarithmic scale."""
     labels: list[Label] = []
     for run in runs:
         steps, distance = run.series(name)
@@ -241,9 +241,9 @@ def _lanes(axes: Axes, runs: Sequence[RunFolder]) -> None:
 
 
 def _limit(axes: Axes, heights: Sequence[np.ndarray]) -> None:
-    """Give the panel to the smooth lines and the dots after the first tenth of a long run.
+    """Scale the panel to the smooth lines and the dots after the first tenth of a long run.
 
-    The steep start would otherwise flatten everything that follows; it and the spikes of the raw
+    The steep start would otherwise flatten everything after it; the start and spikes of the raw
     trace may leave the panel at the top.
     """
     late = [values[len(values) // 10 if len(values) >= 40 else 0 :] for values in heights]
@@ -251,7 +251,7 @@ def _limit(axes: Axes, heights: Sequence[np.ndarray]) -> None:
 
 
 def _end_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each text to the right of the panel where its line ends, without overlap."""
+    """Write each text at the end of its line, right of the panel, without overlap."""
 
     def height(values: np.ndarray) -> float:
         finite = values[np.isfinite(values)]
@@ -275,7 +275,7 @@ def _end_labels(axes: Axes, labels: Sequence[Label]) -> None:
 
 
 def _last(values: np.ndarray) -> str:
-    """The last value as text; the line itself shows where it stopped being finite."""
+    """The last value as text; the line shows where it stopped being finite."""
     if not np.isfinite(values[-1]):
         return "not finite"
     return f"{values[-1]:.3f}" if 0.1 <= abs(values[-1]) < 1000 else f"{values[-1]:.3g}"
@@ -290,7 +290,7 @@ class Curve(NamedTuple):
     label: str
     steps: np.ndarray
     seconds: np.ndarray | None  # of training, mean over the runs; None: not recorded
-    sent: np.ndarray | None  # bytes per replica, likewise
+    sent: np.ndarray | None  # bytes per replica, mean over the runs
     mean: np.ndarray
     deviation: np.ndarray | None  # sample standard deviation over the runs; None: a single run
     runs: int
@@ -341,7 +341,7 @@ def _mean_of(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 
 def loss_name(runs: Sequence[RunFolder]) -> str:
-    """The validation loss where every run has a curve of it, else the training loss."""
+    """The validation loss if every run has a curve of it, otherwise the training loss."""
     several = all(len(run.series("eval/loss")[0]) > 1 for run in runs)
     return "eval/loss" if several else "train/loss"
 
@@ -397,12 +397,12 @@ def _mean_panel(
     if name == CONSENSUS:
         values = np.concatenate([made.mean for made in curves])
         style.log_axis(axes, values[values > 0])
-    else:  # without the steep start, which would flatten what follows
+    else:  # without the steep start, which would flatten the rest
         style.hold(axes, np.concatenate([_late(made) for made in curves]))
 
 
 def _late(made: Curve) -> np.ndarray:
-    """The heights that a panel must hold: the mean and the band, but for the first of them."""
+    """The values that a panel must show: the mean and the band, except for the start."""
     start, half = len(made.mean) // 10, len(made.mean) // 2
     deviation = np.zeros_like(made.mean) if made.deviation is None else made.deviation
     band = (made.mean - deviation)[start:], (made.mean + deviation)[half:]
@@ -410,7 +410,7 @@ def _late(made: Curve) -> np.ndarray:
 
 
 def _unit(axis: str, largest: float) -> tuple[str, float]:
-    """The words of an axis, and what its numbers are divided by.
+    """The label of an axis, and the divisor of its numbers.
 
     >>> _unit("steps", 1e4), _unit("seconds", 600.0), _unit("sent", 1e9), _unit("sent", 9e5)
     (('step', 1), ('training time (min)', 60),

@@ -1,4 +1,4 @@
-"""How every figure of this project looks: colours, frames, logarithmic axes, legends."""
+"""The style of every figure: colours, frames, logarithmic axes, legends."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from decent_jax.ground.command_line import MARK
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart (their yellow is too pale).
+# Okabe and Ito's colours, which colour-blind readers can distinguish (without the pale yellow).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
 INK, GREY, GRID = "#222222", "#6b6b6b", "#e6e6e6"
@@ -47,7 +47,7 @@ def grid(count: int, columns: int, labels: Sequence[str] = ()) -> tuple[Figure, 
 
 
 def _legend_columns(labels: Sequence[str], width: float) -> int:
-    """How many columns of these labels ``width`` inches hold."""
+    """The number of columns of these labels that fit into ``width`` inches."""
     inches = 0.076 * (max(map(len, labels), default=0) + 7)  # of a line, and of an average letter
     return max(1, min(len(labels), 3, int(width / inches)))
 
@@ -63,10 +63,10 @@ def title(axes: Axes, text: str, pad: float | None = None) -> None:
 
 
 def frame(axes: Axes, text: str, aside: str = "", pad: float | None = None) -> None:
-    """Give a panel its title, a light grid behind the data, and neither box nor ticks.
+    """Give a panel its title and a light grid behind the data, without box and ticks.
 
     Args:
-      aside: words at the right of the title.
+      aside: text at the right of the title.
       pad: points between panel and title.
     """
     title(axes, text, pad)
@@ -100,7 +100,7 @@ def log_axis(axes: Axes, values: np.ndarray) -> None:
         axes.set_yticks([])
         return
     low, high = values.min(), values.max()
-    # What rounding leaves of an all-reduce, 1e-7 of a distance, would take most of the axis.
+    # The rounding error of an all-reduce, a distance of 1e-7, would take most of the axis.
     real = values[values > 1e-4 * high]
     if len(real) and low < real.min():
         low = real.min() / 3
@@ -110,7 +110,7 @@ def log_axis(axes: Axes, values: np.ndarray) -> None:
 
 
 def hold(axes: Axes, values: np.ndarray) -> None:
-    """Limit a linear y axis to the finite ones of these values, with a margin."""
+    """Limit a linear y axis to these finite values, with a margin."""
     values = values[np.isfinite(values)]
     if len(values):
         low, high = values.min(), values.max()
@@ -119,7 +119,7 @@ def hold(axes: Axes, values: np.ndarray) -> None:
 
 
 def time_unit(seconds: float) -> tuple[str, int]:
-    """A unit that suits times up to ``seconds``, and its seconds.
+    """A suitable unit for times up to ``seconds``, and its length in seconds.
 
     >>> [time_unit(seconds) for seconds in (120, 121, 7200, 7201)]
     [('s', 1), ('min', 60), ('min', 60), ('h', 3600)]
@@ -138,13 +138,13 @@ def legend(figure: Figure, handles: Sequence[Artist], size: float = 9, **options
 
 
 def as_it_is(label: str) -> str:
-    """A label that matplotlib shows as it is: not as a formula, and not hidden for its "_"."""
+    """A label that matplotlib shows literally: not as a formula, and not hidden by its "_"."""
     label = label.replace("$", r"\$")
     return " " + label if label.startswith("_") else label
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 120) -> Path:
-    """Write the figure, make its folder if need be, and return its path."""
+    """Write the figure, create its folder if necessary, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     key = {".png": "Software", ".pdf": "Creator", ".svg": "Creator"}.get(path.suffix.lower())

@@ -198,7 +198,7 @@ def register(name: str, builder: Builder, *, column_stochastic: bool = False) ->
     if not name.isidentifier():
         raise ValueError(f"the name of a schedule must be a word, got {name!r}")
     if name in _BUILT_IN or not same_name(builder, _BUILDERS.get(name, builder)):
-        raise ValueError(f"there is a schedule {name!r} already; choose another name")
+        raise ValueError(f"there is already a schedule {name!r}; choose another name")
     if next(iter(inspect.signature(builder).parameters), "") != "n":
         raise ValueError(f"the function of schedule {name!r} must take n, the replicas, first")
     _BUILDERS[name] = builder

@@ -231,7 +231,7 @@ def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: boo
     """Raises ValueError if ``matrix``, of round ``r``, is not a mixing matrix of n replicas."""
     if matrix.ndim != 2 or matrix.shape != (n, n) or n == 0:
         raise ValueError(
-            f"round {r}: a mixing matrix must be square and alike in every round, "
+            f"round {r}: mixing matrices must be square and of the same size, "
             f"got shape {matrix.shape} where round 0 has {n} rows"
         )
     if not np.isfinite(matrix).all() or matrix.min() < 0:

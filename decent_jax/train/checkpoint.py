@@ -332,8 +332,8 @@ def what_next(workdir: Path) -> str:
     """A description of what the same command would do after a failure."""
     there = steps(workdir / FOLDER)
     if there:
-        return f"the same command goes on from the checkpoint of step {there[-1]}"
-    return "no checkpoint has been written, the same command begins anew"
+        return f"the same command resumes from the checkpoint of step {there[-1]}"
+    return "no checkpoint has been written, so the same command starts over"
 
 
 def run_of(workdir: Path, make: bool = False) -> str | None:

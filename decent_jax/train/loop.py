@@ -183,7 +183,7 @@ def train(
                     evaluate_at(done, runner, clock, work, writer, saver)
             except DataError as error:  # such as a truncated photograph
                 report.look_at_pending()
-                next_time = f"once mended, {what_next(saver.checkpoints.workdir)}"
+                next_time = f"once fixed, {what_next(saver.checkpoints.workdir)}"
                 if jax.process_count() == 1:  # otherwise the others are in the next step
                     if done:
                         saver.save(done, runner.state, clock.seconds, report.begun())

@@ -399,7 +399,7 @@ class Programs:
     def _name(self, rnd, shapes) -> str:
         name = "without communication" if rnd is None else f"round {rnd}"
         if self.blocks.spans_steps(rnd):
-            name += f" beside {self.blocks.delay} steps"
+            name += f" overlapping {self.blocks.delay} steps"
         if self._synchronous:
             name = "all-reduce"
         if any(shapes != other for _, other in self.compiled):  # the task has several

@@ -73,7 +73,7 @@ def workdir(killed, start):
 def test_a_killed_stage_is_named_and_nothing_is_left(killed):
     _, words, children = killed
     assert "train.py: stage 1 of replica 0 was killed; the same" in words
-    assert "goes on from the checkpoint of step" in words
+    assert "resumes from the checkpoint of step" in words
     nothing_is_left(children)
 
 

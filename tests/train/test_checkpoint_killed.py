@@ -138,7 +138,7 @@ def test_a_reader_that_dies_is_one_sentence_and_a_checkpoint(command, tmp_path):
     said = finish([process], [1])
     assert "SIGKILL" in said and "data.workers" in said and "Traceback" not in said
     assert tiny.saved_steps(folder)[-1] >= 2
-    assert f"goes on from the checkpoint of step {tiny.saved_steps(folder)[-1]}" in said
+    assert f"resumes from the checkpoint of step {tiny.saved_steps(folder)[-1]}" in said
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_full_disk_names_the_folder(call, tmp_path, monkeypatch):
     code, err = call()
     assert code == 1 and one_sentence(err[err.index("train.py: ") :]) == (
         "OSError: [Errno 28] No space left on device, with --workdir "
-        f"{tmp_path / 'run'}; once mended, the same command continues"
+        f"{tmp_path / 'run'}; once fixed, the same command resumes"
     )
 
 
@@ -77,7 +77,7 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
         ),
         (
             "from ml_collections import ConfigDict as C\ndef get_config(): return C({'steps': 3})",
-            "the config has no field '.*'; begin with default_config",
+            "the config has no field '.*'; start from default_config",
         ),
     ],
 )

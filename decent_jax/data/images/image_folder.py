@@ -75,7 +75,7 @@ class ImageFiles:
         return len(self._storage)
 
     def __getitem__(self, index: int) -> EncodedImage:
-        """DataError where the file is gone, unreadable or, in a shard, damaged."""
+        """DataError if the file is missing, unreadable or, in a shard, damaged."""
         index = operator.index(index)
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
@@ -95,16 +95,16 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
     * TFDS: the version folder of a data set with `image` and `label`, stored as array_record; "val"
       is its split `validation`, or else `test`.
     * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`), also in
-      subfolders of a class; every kind of file that Pillow decodes by itself, by its suffix, in
-      capitals or not. The validation images of Tiny ImageNet get their classes from
-      `val/val_annotations.txt`. Links are followed; hidden files and folders are left out.
+      subfolders of a class; every file type that Pillow decodes, by its suffix in any case. The
+      validation images of Tiny ImageNet get their classes from
+      `val/val_annotations.txt`. Links are followed; hidden files and folders are skipped.
 
     Args:
       path: the folder.
       split: "train" or "val". The labels of "val" are those of the training classes.
 
     Raises:
-      DataError: the path is missing, holds none of the layouts, or what it holds is not whole.
+      DataError: the path is missing, has none of the layouts, or is incomplete.
     """
     path = os.path.abspath(path)
     if not os.path.isdir(path):
@@ -128,7 +128,7 @@ def _storage(path: str, split: str):
     found = _index(places[split], left_out)
     if has_table := os.path.isfile(table):
         found = _by_table(table, found, left_out)
-    if split == "train":  # what lies beside the splits counts once
+    if split == "train":  # files next to the splits count once
         beside = set(os.listdir(path)).difference(map(os.path.basename, places.values()))
         left_out.update(
             f"folder {name}" if os.path.isdir(os.path.join(path, name)) else kind_of(name)
@@ -146,7 +146,7 @@ def _storage(path: str, split: str):
 
 
 def _place(path: str, split: str) -> str:
-    """The folder of a split; DataError where there is none, or more than one."""
+    """The folder of a split; DataError if there is none, or more than one."""
     names = _FOLDERS[split]
     found = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if len(found) == 1:
@@ -161,7 +161,7 @@ def _place(path: str, split: str) -> str:
 
 
 def _index(place: str, left_out: Counter[str]) -> dict[str, list[str]]:
-    """{class: its pictures, sorted}; DataError where a class has none."""
+    """{class: its pictures, sorted}; DataError if a class has none."""
     folders = _subfolders(place)
 
     def list_class(name: str) -> tuple[list[str], Counter[str]]:
@@ -232,7 +232,7 @@ def _check_known(place: str, found: list[str], class_names: list[str]) -> None:
 
 
 class _TfdsImages:
-    """A storage of what TFDS prepared, in its order."""
+    """A storage of records prepared by TFDS, in its order."""
 
     layout = "TFDS"
 
@@ -253,7 +253,7 @@ class _TfdsImages:
 
     @functools.cached_property
     def labels(self) -> np.ndarray:
-        """(N,) int64. TFDS keeps labels in the records alone, so this reads all records."""
+        """(N,) int64. TFDS keeps labels only in the records, so this reads all records."""
         blocks = self._records.blocks(256)
         return np.array([x["label"] for _, block in blocks for x in block], np.int64)
 

@@ -36,7 +36,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """The header of an image file; ValueError where `data` is no image."""
+    """The header of an image file; ValueError if `data` is not an image."""
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
         height, width = int(height), int(width)  # type: ignore
@@ -50,18 +50,18 @@ def read_header(data: bytes) -> Header:
 
 
 def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.ndarray:
-    """The picture in RGB, as it is stored: an EXIF orientation is not looked at, as in torchvision.
+    """The picture in RGB, as stored: the EXIF orientation is ignored, as in torchvision.
 
     Args:
       data: an image file.
       shrink: 1, 2, 4 or 8; height and width are divided by it, rounded up.
-      header: of `data`, where it has been read already.
+      header: of `data`, if it has already been read.
 
     Returns:
       (ceil(H / shrink), ceil(W / shrink), 3) uint8.
 
     Raises:
-      ValueError: `data` is no image, or not whole.
+      ValueError: `data` is not an image, or is truncated.
     """
     header = header or read_header(data)
     pixels = _decode_turbo(data, shrink, header) if header.turbo else None

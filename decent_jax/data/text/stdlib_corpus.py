@@ -6,7 +6,7 @@ Documents are the `.py` sources of the standard library and the prose topics of 
 - packages installed on top: `site-packages`, `dist-packages`;
 - test suites: folders `test`, `tests`, `idle_test` and the like, files `test_*.py`;
 - tables and generated files: `encodings`, `lib2to3` (grammars), `pydoc_data` (its topics are
-  documents of their own), `_sysconfigdata*.py` and `config-*` (they describe one machine);
+  separate documents), `_sysconfigdata*.py` and `config-*` (they describe one machine);
 - `__pycache__`, `lib-dynload`, `ensurepip` (wheels), hidden folders;
 - sources that are not UTF-8, empty ones, and repetitions of an earlier one.
 """
@@ -36,11 +36,10 @@ _FILES_OUT = re.compile(r"test_.*|_sysconfigdata.*")
 
 
 def build(out_dir: str | Path) -> dict[str, Any]:
-    """The manifest of the corpus's prepared folder `out_dir`, which this makes if necessary.
+    """The manifest of the corpus's prepared folder `out_dir`, which is created if necessary.
 
-    Takes about a second. A folder that this interpreter's library made, with its hashes intact, is
-    kept; one that another interpreter made is replaced. Several processes may call it at the same
-    time.
+    Takes about a second. An intact folder from this interpreter's library is kept; one from
+    another interpreter is replaced. Several processes may call it at the same time.
 
     Returns:
       The manifest of `decent-jax prepare text`, with `corpus_sha256`, which changes with the
@@ -74,7 +73,7 @@ def _write(
             corpus.update(hashlib.sha256(name.encode()).digest() + digest)
             writer.add(_split(name), ids)
         if not all(writer.documents.values()):
-            raise DataError("this Python comes without the sources of its standard library")
+            raise DataError("this Python has no sources of its standard library")
         return writer.commit(
             corpus="standard library",
             corpus_sha256=corpus.hexdigest(),

@@ -32,13 +32,13 @@ class TokenWindows:
     """The windows of a `.bin` file as a grain `RandomAccessDataSource`.
 
     Item i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, int32 of shape (seq_len + 1,): inputs
-    `[:-1]` and targets `[1:]`, so every token but the first is a target once. A last window that
-    is not full is left out. The file is memory-mapped; pickling reopens it.
+    `[:-1]` and targets `[1:]`, so every token but the first is a target once. An incomplete last
+    window is dropped. The file is memory-mapped; pickling reopens it.
 
     Args:
       path: a file of raw little-endian ids.
       seq_len: tokens that a model reads at once, at least 1.
-      dtype: of the ids, see `token_type`; None: as the manifest beside it says.
+      dtype: of the ids, see `token_type`; None: from the manifest next to it.
 
     Raises:
       DataError: the file is missing, ends within a token or is shorter than a window.
@@ -80,9 +80,9 @@ class TokenWindows:
 
 
 class ShiftedWindows(TokenWindows):
-    """Windows that begin at any token, as nanoGPT draws them: a new place at every visit.
+    """Windows that start at any token, as in nanoGPT: a new position at every visit.
 
-    Item i is what window i may be cut from, at most ``2 * seq_len`` tokens; `augment` cuts it.
+    Item i is the range of at most ``2 * seq_len`` tokens from which `augment` cuts window i.
     """
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -95,7 +95,7 @@ class ShiftedWindows(TokenWindows):
 
 
 def vocabulary_of(folder: str | Path) -> int | None:
-    """The vocabulary that nanoGPT's `meta.pkl` names, None where there is no such file.
+    """The vocabulary size in nanoGPT's `meta.pkl`, None if there is no such file.
 
     Raises:
       DataError: the file is damaged, or holds more than plain values, which are not executed.
@@ -116,13 +116,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def token_type(path: str | Path, vocab_size: int) -> np.dtype:
-    """The type of a file's ids: its manifest's, else the widest in which all fit a vocabulary.
+    """The dtype of a file's ids: from its manifest, or the widest in which all fit a vocabulary.
 
-    In a type narrower than theirs, half of the ids would be 0; a wider one makes two ids one large
+    If the dtype is too narrow, half of the ids are 0; if it is too wide, two ids become one large
     number.
 
     Raises:
-      DataError: the ids are of no type that holds the vocabulary.
+      DataError: no dtype fits the vocabulary.
     """
     if (Path(path).parent / "manifest.json").exists():
         return _manifest_type(path)
@@ -142,9 +142,9 @@ def token_type(path: str | Path, vocab_size: int) -> np.dtype:
 
 
 def check_vocab(path: str | Path, vocab_size: int) -> None:
-    """Raises DataError where the `.bin` file `path` holds an id >= `vocab_size`.
+    """Raises DataError if the `.bin` file `path` holds an id >= `vocab_size`.
 
-    The manifest in the file's folder knows the largest id; without one, the whole file is read.
+    The manifest in the file's folder has the largest id; without one, the whole file is read.
     """
     path = Path(path)
     largest = None
@@ -161,7 +161,7 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
 class TokenFolderWriter(Draft):
     """Writes a prepared folder: documents first, then `commit`.
 
-    Leaving the `with` without `commit` leaves no trace.
+    Leaving the `with` without `commit` removes everything.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.
@@ -215,7 +215,7 @@ def _memmap(path: str | Path, token: np.dtype) -> np.ndarray:
     with one_sentence(path):
         size = os.path.getsize(path)
         if size % token.itemsize:
-            raise DataError(f"{path}: {size} bytes are no whole number of {token.name} tokens")
+            raise DataError(f"{path}: {size} bytes are not a whole number of {token.name} tokens")
         if not size:
             raise DataError(f"{path}: is empty")
         return np.memmap(path, token, "r")

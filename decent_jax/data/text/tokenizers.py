@@ -1,7 +1,7 @@
 """Text to token ids and back: GPT-2's byte pairs, bytes, characters, or any tokenizer.json.
 
-A prepared folder names its tokenizer in `manifest.json` and holds the tokenizer's files, so
-`from_manifest` rebuilds it on any machine.
+A prepared folder names its tokenizer in `manifest.json` and contains the tokenizer's files, so
+`from_manifest` can rebuild it on any machine.
 
 >>> tokenizer = load("bytes")
 >>> tokenizer.encode("naïve")
@@ -44,7 +44,7 @@ _LONG_WHITE = re.compile(r"\s{65536}(?=\s\s)")
 HF_FILE = "tokenizer.json"
 LARGEST_VOCABULARY = 2**24  # vocabulary, as of `model.vocab_size`
 HF_CONFIG = "tokenizer_config.json"
-# What published tokenizers call the end of a document.
+# Names of the end-of-document token in published tokenizers.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -55,7 +55,7 @@ class Tokenizer:
       name: `"gpt2"`, `"bytes"`, `"chars"` or `"tokenizer.json"`.
       vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
-      unknown: the id of what the vocabulary lacks, -1 where there is none.
+      unknown: the id for text outside the vocabulary, -1 if there is none.
       files: file name -> bytes, needed to decode the tokens and kept in their folder.
     """
 
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of ids and token files: uint16 where every id fits, else uint32."""
+        """The dtype of ids and token files: uint16 if every id fits, otherwise uint32."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
@@ -78,7 +78,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, with U+FFFD for a torn character; ValueError for an unknown id."""
+        """The text of `ids`, U+FFFD for an incomplete character; ValueError for an unknown id."""
         raise NotImplementedError
 
     def to_json(self) -> dict:
@@ -91,7 +91,7 @@ class Tokenizer:
         }
 
     def hf_files(self) -> dict[str, bytes]:
-        """Files by which `transformers.AutoTokenizer` knows it; none where it has no such one."""
+        """Files for `transformers.AutoTokenizer`; empty if it has no such tokenizer."""
         return {}
 
     def save_files(self, folder: str | Path) -> None:
@@ -120,10 +120,10 @@ class ByteTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     """Characters, numbered by code point; the id after the last one separates documents.
 
-    Of tiny Shakespeare these are nanoGPT's 65 ids. NULs are dropped.
+    For tiny Shakespeare these are nanoGPT's 65 ids. NULs are dropped.
 
     Args:
-      alphabet: text that has every character; order and repetitions do not matter.
+      alphabet: text with every character; order and repetitions do not matter.
 
     >>> tokenizer = CharTokenizer("hello")
     >>> tokenizer.encode("hole"), tokenizer.end_of_text, tokenizer.vocab_size
@@ -202,15 +202,15 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """Any tokenizer that the library `tokenizers` runs, changed so that no text makes its end.
+    """Any tokenizer of the library `tokenizers`, modified so that no text encodes to its end token.
 
     Args:
       content: of a ``tokenizer.json``.
       end: the token that ends a document, or its id; None finds it.
-      eos: the ``eos_token`` of the tokenizer_config.json beside it, if there is one.
+      eos: the ``eos_token`` of the tokenizer_config.json next to it, if there is one.
 
     Raises:
-      DataError: the file is damaged, or it is not plain which token ends a document.
+      DataError: the file is damaged, or the end-of-document token is ambiguous.
     """
 
     def __init__(self, content: bytes, end: str | int | None = None, eos: str | None = None):
@@ -247,7 +247,7 @@ class HFTokenizer(Tokenizer):
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self._end,
-            "split_special_tokens": True,  # the text of a special token is text
+            "split_special_tokens": True,  # the spelling of a special token is ordinary text
             "clean_up_tokenization_spaces": False,
         }
         return {**self.files, HF_CONFIG: json.dumps(about).encode()}
@@ -302,11 +302,11 @@ def _end_token(
 
 
 def _for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
-    """A tokenizer.json for whole documents, whose ids are a function of their text alone.
+    """A tokenizer.json for whole documents, whose ids depend only on their text.
 
-    Nothing is cut, padded, added or dropped at random. The end is a special token, which a text
-    does not match, and what would still give it in the model's vocabulary is split after its first
-    character. Changing the result again changes nothing.
+    Nothing is truncated, padded, added or dropped at random. The end is a special token, which no
+    text matches; text that would still produce it from the model's vocabulary is split after its
+    first character. The change is idempotent.
     """
     added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -339,10 +339,10 @@ _DROPPED = "decent_jax: dropped"
 
 
 def _showing_what_is_dropped(saved: dict[str, Any]) -> dict[str, Any] | None:
-    """A tokenizer.json that has a token for what the other drops in silence; None: it drops none.
+    """A tokenizer.json with a token for characters that the other drops; None: it drops none.
 
-    Byte pair encoding leaves out characters that its vocabulary lacks. Their neighbours then merge,
-    so the other ids are not those of the tokenizer.
+    Byte pair encoding drops characters outside its vocabulary. Their neighbours then merge, so
+    the other ids would also differ.
     """
     import tokenizers
 
@@ -373,7 +373,7 @@ def load(
         download that fails.
     """
     if name in NAMES and end_of_text is not None:
-        raise DataError(f"--end_of_text is for a tokenizer.json; {name} has an end of its own")
+        raise DataError(f"--end_of_text is for a tokenizer.json; {name} has its own end token")
     if name == "bytes":
         return ByteTokenizer()
     if name == "chars":
@@ -409,7 +409,7 @@ def _load_chars(folder: str | Path | None) -> CharTokenizer:
 
 
 def _eos_token(path: Path) -> str | None:
-    """What a tokenizer_config.json, if there is one, calls the end of a text."""
+    """The end-of-text token in a tokenizer_config.json, if there is one."""
     otherwise = "not a tokenizer_config.json that is whole; fetch it again, or take it away"
     try:
         about = read_json(path, otherwise)
@@ -421,10 +421,10 @@ def _eos_token(path: Path) -> str | None:
 
 
 def from_manifest(folder: str | Path) -> Tokenizer:
-    """The tokenizer that made the prepared folder `folder`, from that folder alone.
+    """The tokenizer of the prepared folder `folder`, from that folder alone.
 
     Raises:
-      DataError: no manifest there, or tokenizer files that are not those of the manifest.
+      DataError: no manifest, or tokenizer files that do not match it.
     """
     path = Path(folder) / "manifest.json"
     otherwise = "not a manifest that says which tokenizer made it"
@@ -510,7 +510,7 @@ def _mergeable_ranks(encoder: bytes) -> dict[bytes, int]:
 
 @contextlib.contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """DataError for what the library raises: exceptions without a kind, and panics of its Rust."""
+    """DataError for errors of the library: untyped exceptions, and Rust panics."""
     try:
         yield
     except DataError:

@@ -35,8 +35,8 @@ LONGEST = 1024  # subwords of a sentence to translate; memory grows with the squ
 _BYTES = 256
 _COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
 
-# Characters that one writer types and another one's word processor changes. Guillemets and the dash
-# "–" stay: good French and German use them.
+# Variants of characters that word processors change. Guillemets and the dash "–" stay: they are
+# correct French and German.
 SAME = {
     "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
     '"': "\u201c\u201d\u201e\u201f\u2033",
@@ -59,7 +59,7 @@ def normalise(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
-    else:  # what is removed may part a letter from its accent
+    else:  # removed characters may separate a letter from its accent
         text = valid_unicode(text)
         text = _CHANGED.sub(_replace, unicodedata.normalize("NFC", _REMOVED.sub("", text)))
     return " ".join(text.replace("''", '"').split())
@@ -113,12 +113,12 @@ class Subwords:
 
 
 def load(folder: str | Path) -> Subwords:
-    """The vocabulary saved in `folder`; DataError where there is none, or none that is whole."""
+    """The vocabulary saved in `folder`; DataError if it is missing or damaged."""
     path = Path(folder) / FILE
     try:
         with one_sentence(path):
             model = read_bytes(path)
-        if not model:  # of which sentencepiece says nothing
+        if not model:  # which sentencepiece does not report
             raise RuntimeError
         return Subwords(model)
     except RuntimeError:  # sentencepiece's only kind
@@ -126,7 +126,7 @@ def load(folder: str | Path) -> Subwords:
 
 
 def check_size(size: int) -> None:
-    """Raises DataError where no vocabulary has so many ids."""
+    """Raises DataError if no vocabulary can have so many ids."""
     if not len(SPECIAL) + _BYTES < size <= LARGEST:
         raise DataError(
             f"a vocabulary has between {len(SPECIAL) + _BYTES + 1} and {LARGEST} ids, got"
@@ -145,7 +145,7 @@ def train(words: Mapping[str, int], size: int) -> Subwords:
     import sentencepiece
 
     if not words:
-        raise DataError("the training text has no words to make a vocabulary of")
+        raise DataError("the training text has no words for a vocabulary")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -193,8 +193,8 @@ _SPACE = "\u2581"  # sentencepiece's sign for a space
 def hf_files(vocabulary: Subwords, longest: int) -> dict[str, bytes]:
     """The vocabulary as files of Hugging Face: file name -> content.
 
-    The library `tokenizers`, and so `transformers.AutoTokenizer`, makes of them the ids of
-    `Subwords.encode`: the same spelling first, then the same merges, which sentencepiece keeps as
+    With them the library `tokenizers`, and so `transformers.AutoTokenizer`, produces the ids of
+    `Subwords.encode`: the same normalization, then the same merges, which sentencepiece keeps as
     the order of its pieces. Sources end without a special token, as in training.
 
     Args:
