@@ -225,13 +225,9 @@ def method(
         after, kept, inner, ok = step(params, state.own, round, local)
         change = jax.tree.map(lambda new, old: new - trees.finite_or_zero(old), after, params)
         failed = ~ok & active
-        return change, GuardedState(
-            inner,
-            state.count + 1,
-            state.skipped + jnp.where(failed, 1, 0),
-            jnp.where(failed, state.failing + 1, 0),
-            kept,
-        )
+        count, skipped = state.count + 1, state.skipped + jnp.where(failed, 1, 0)
+        failing = jnp.where(failed, state.failing + 1, 0)
+        return change, GuardedState(inner, count, skipped, failing, kept)
 
     return Method(init, update, early, delayed)
 
