@@ -137,7 +137,8 @@ def shared_step(config, task, tx, rate, schedule, placement, *kept):
     if config.task == "toys.waves":
         del told["data"]  # from which another task may read how to augment images
     key = json.dumps(told, sort_keys=True), type(task).loss, gloo.used()
-    key += METHODS[config.algorithm], tuple(placement.mesh.devices.flat), *kept
+    key += METHODS[config.algorithm], tuple(placement.mesh.devices.flat), *kept, schedule.name
+    key += tuple(one.matrix.tobytes() for one in schedule.rounds)  # a plan may bring its own
     if key not in _steps:
         _steps[key] = step_lib.make_step(config, task, tx, rate, schedule, placement, *kept)
     return _steps[key]
