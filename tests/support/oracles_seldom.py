@@ -20,21 +20,21 @@ def noloco(x, outer_lr=0.7, momentum=0.5):
             x = phi = phi + m
 
 
-def noloco_of_peers(x, meetings, moved, outer_lr=0.7, momentum=0.5):
-    """NoLoCo between peers, which meet one pair after the other with copies S of before.
+def noloco_of_peers(x, pairs, moved, outer_lr=0.7, momentum=0.5):
+    """NoLoCo between peers, which average one pair after the other with earlier snapshots S.
 
-    After its local steps (``moved[t]`` of both) peer i, met by j, has m+ = momentum m + b
+    After its local steps (``moved[t]`` of both) peer i, averaging with j, has m+ = momentum m + b
     ((S_i + S_j) / 2 - phi), phi+ = phi + m+, x+ = x + phi+ - S_i, S_i+ = x+.
     """
     x, S, phi, m = x.copy(), x.copy(), x.copy(), np.zeros_like(x)
-    for both, change in zip(meetings, moved, strict=True):
-        both = list(both)
-        x[both] += change
-        pull = S[both].mean(0) - phi[both]
-        m[both] = momentum * m[both] + outer_lr * pull
-        phi[both] += m[both]
-        x[both] += phi[both] - S[both]
-        S[both] = x[both]
+    for pair, change in zip(pairs, moved, strict=True):
+        pair = list(pair)
+        x[pair] += change
+        pull = S[pair].mean(0) - phi[pair]
+        m[pair] = momentum * m[pair] + outer_lr * pull
+        phi[pair] += m[pair]
+        x[pair] += phi[pair] - S[pair]
+        S[pair] = x[pair]
     return x
 
 
