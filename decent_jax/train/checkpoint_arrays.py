@@ -103,6 +103,7 @@ def restore(
     try:
         for part in dict.fromkeys(places.values()):
             names = [name for name in shapes if places[name] == part]
+            _check_kinds(checkpoint / part, {name: shapes[name] for name in names})
             found |= named(_restored(checkpoint / part, _only(wanted, names)))
     except Exception as error:  # orbax and tensorstore raise many kinds
         failure = error
@@ -146,6 +147,19 @@ def read(checkpoint: Path, meta: dict, *items: str) -> list[Any]:
         _verify(tree, {name: s for name, s in sums.items() if name.partition("/")[0] in items})
         found = _merged(found, tree)
     return [found[item] for item in items]
+
+
+def _check_kinds(part: Path, wanted: dict[str, Any]) -> None:
+    """ValueError where an array has another shape or dtype in a part: orbax would convert it."""
+    with _reader() as reader:
+        about = reader.metadata(part).item_metadata
+    for name, there in named(about.tree if about is not None else {}).items():
+        sides = [there, wanted[name]] if name in wanted and hasattr(there, "shape") else []
+        kinds = [(tuple(x.shape), x.dtype) for x in sides if x.dtype is not None]
+        keys = any(jnp.issubdtype(dtype, jax.dtypes.prng_key) for _, dtype in kinds)
+        if not keys and len(set(kinds)) > 1:
+            there, here = (f"{dtype} of shape {shape[1:]}" for shape, dtype in kinds)
+            raise ValueError(f"{name} is {there} there, and {here} here; take another --workdir")
 
 
 def _restored(part: Path, target: Any, host: bool = False) -> Any:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -44,10 +45,14 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
     """The run's directory, locked by process 0 until the context ends.
 
     Raises:
-      ConfigError: another run writes to the directory, it belongs to a run with another config, or
-        it cannot be written.
+      ConfigError: another run writes to the directory, it belongs to a run with another config, it
+        cannot be written, or checkpoints could not be read from a directory of this name.
     """
     path = Path(workdir).absolute()
+    if re.match(r"[A-Za-z][\w+.-]*:/", str(workdir)):
+        raise _refusal(path, "is a URL, and a run needs a folder; mount it and name its place")
+    if not {"[", "\\"}.isdisjoint(str(path)):  # tensorstore takes them for a pattern
+        raise _refusal(path, "has a [ or a \\ in its name, and no checkpoint could be read there")
     work, made = Workdir(path, config), False
     with contextlib.ExitStack() as held:
         try:

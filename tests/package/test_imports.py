@@ -55,7 +55,7 @@ MOST_LINES = {
     "models": 1417,
     "data": 3481,
     "tasks": 1075,
-    "train": 4233,
+    "train": 4249,
     "cpu": 286,
     "cluster": 1296,
     "planner": 2333,

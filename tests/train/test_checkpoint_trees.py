@@ -2,10 +2,12 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 import small_runs
 import tiny
-from refusals import refuses
+import tree_task
+from refusals import refused, refuses
 
 from decent_jax import train
 from decent_jax.train import checkpoint_arrays
@@ -57,3 +59,36 @@ def test_an_empty_array_of_an_optimizer_resumes(tmp_path):
         found = sums(cut, 4)
         assert not any("projector" in name for name in found[checkpoint_arrays.STATE])
         assert (found == sums(whole, 4)) == (replicas == 2)
+
+
+CHANGED = {
+    "dtype": lambda slope: {"slope": slope.astype(jnp.bfloat16)},
+    "shape": lambda slope: {"slope": jnp.full((3,), slope)},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_task_whose_arrays_have_changed_is_told_from_damage(tmp_path, name, monkeypatch):
+    """orbax would convert a dtype, after which the checksums differ as of a damaged file."""
+    tiny.run(config("plain"), tmp_path)
+    monkeypatch.setitem(tree_task.TREES, "plain", CHANGED[name])
+    with refuses("params/slope is float32 of shape ()", "--workdir", error=train.CheckpointError):
+        tiny.run(config("plain", steps=6), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a\\b", "gs://bucket/run", "file:///tmp/run"])
+def test_a_folder_from_which_nothing_could_be_read_is_refused(tmp_path, name, monkeypatch):
+    """tensorstore wrote checkpoints to the first two and read none; a URL became a folder here."""
+    monkeypatch.chdir(tmp_path)
+    with refused("--workdir"):
+        train.run(config("plain"), name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "50%25", "a#b?c", "{a}*", "ü 日", "-a", "a:b", "a\nb", "'$a'"]
+)
+def test_a_folder_of_an_odd_name_is_resumed(tmp_path, name):
+    tiny.run(config("plain"), tmp_path / name)
+    tiny.run(config("plain", steps=6), tmp_path / name)
+    assert tiny.saved_steps(tmp_path / name)[-1] == 6
