@@ -270,9 +270,9 @@ def check_on(config: ConfigDict, text: str) -> list[str]:
 
 
 def _refusal(config: ConfigDict, on: Target, words: str) -> ConfigError:
-    used = re.search(r"Used (\S+) of (\S+) hbm", words)
-    if used:
-        return _too_large(config, on, *(f"{size}iB" for size in used.groups()))
+    sizes = re.findall(r"\b\d[\d.]*[KMGT]\b", words)  # what it needs, and what there is
+    if "RESOURCE_EXHAUSTED" in words and "hbm" in words.lower() and len(sizes) > 1:
+        return _too_large(config, on, *(f"{size}iB" for size in sizes[:2]))
     return _refused(on.name, f"cannot have this step, says XLA: {words.splitlines()[0]}")
 
 

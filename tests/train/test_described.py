@@ -150,6 +150,25 @@ def test_what_cannot_run_there_is_one_sentence(check_on):
         check_on(trainer="peers")
 
 
+# As libtpu 0.0.42.1 words it for v5e; the second is of others.
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (54.77G) exceeds "
+        "available HBM (15.75G).",
+        "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 54.77G of "
+        "15.75G hbm. Exceeded hbm capacity by 39.02G.",
+    ],
+)
+def test_what_does_not_fit_a_tpu_says_how_much_is_there(words, check_on, monkeypatch):
+    def refuse(*args):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {words}")
+
+    monkeypatch.setattr(described, "compiled", refuse)
+    with refused("--on", "h100:2x4"), named("54.77GiB"), named("15.75GiB"):
+        check_on(num_replicas=8, batch_size=16)
+
+
 def test_cudnn_is_not_for_tpus(monkeypatch, tiny_data):
     monkeypatch.setattr(described, "target", lambda text: described.Target(text, [], 0, 1e9))
     with refused("model.attention", "cudnn"):
