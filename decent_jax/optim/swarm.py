@@ -108,8 +108,8 @@ def swarm(
 
 
 def _exchange(receive, mine, fine, y):
-    """What a pair exchanges: (the partner's snapshot, the own one, whether the partner's is finite,
-    whether the two average, the pair's weight, what the lattice reaches in the next round)."""
+    """The exchange of a pair: (the partner's snapshot, its own, whether the partner's is finite,
+    whether the two average, the pair's weight, the reach of the lattice in the next round)."""
     (theirs, read), weight = receive((mine, fine))
     return theirs, mine, read, read & fine & (weight > 0), weight, y
 

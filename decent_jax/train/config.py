@@ -381,7 +381,7 @@ def _drops(config: ConfigDict) -> list[str]:
 
 
 def check_warmup(warmup: int, steps: int) -> None:
-    """Raises ConfigError where a cosine would begin after the end of the run."""
+    """Raises ConfigError if a cosine would start after the end of the run."""
     if warmup > steps:
         raise ConfigError.about("lr_schedule.warmup", warmup, f"must be at most {steps} steps")
 
