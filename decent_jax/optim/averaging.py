@@ -1,6 +1,7 @@
 """Gossip of parameters, with or without momentum, and the all-reduce baseline."""
 
 import dataclasses
+import operator
 from typing import Annotated, Any
 
 import jax
@@ -12,7 +13,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Feedback, Method, Mixing, method, no_rounds, rate_at
-from decent_jax.optim.registry import ADAM_FIRST, BOTH, register
+from decent_jax.optim.registry import ADAM_FIRST, BOTH, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -24,6 +25,7 @@ def decentralized(
     codec: Codec | None = None,
     *,
     gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
+    mix_rounds: Annotated[int, "rounds per mixing step, one after the other"] = 1,
 ) -> Method:
     r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
 
@@ -69,6 +71,8 @@ def decentralized(
       gamma: consensus step size, a number or an optax schedule of the step:
         ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
         arXiv 2602.02899, uses a power of the learning rate over its peak).
+      mix_rounds: k, rounds per mixing step: ``round=r`` stands for rounds ``k r`` to
+        ``k r + k - 1`` of the schedule, modulo its period, whose product is W.
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
@@ -76,7 +80,7 @@ def decentralized(
 
     Raises:
       ValueError: an unknown ``combine``; a negative gamma; a schedule in which some replica's
-        weights do not sum to 1.
+        weights do not sum to 1; several ``mix_rounds`` of one that repeats a round in its period.
       TypeError: an ``update`` without ``round``, or with a traced one.
 
     Example:
@@ -106,10 +110,17 @@ def decentralized(
     """
     validation.combine(combine)
     validation.not_negative("gamma", gamma)
+    validation.mix_rounds(mix_rounds, schedule)
     mixing = Mixing(schedule, axis_name, codec, "decentralized")
 
     def mix(params, round, count, after=None):
-        mixed = mixing(params, round, count, after)
+        rounds, mixed = [round], params
+        if mix_rounds > 1 and not (round is None or isinstance(round, gossip.Simulated)):
+            first, period = mix_rounds * operator.index(round), schedule.period
+            if round in range(period):  # else `mixing` says what is wrong
+                rounds = [(first + k) % period for k in range(mix_rounds)]
+        for k, r in enumerate(rounds):
+            mixed = mixing(mixed, r, count, after, nth=k)
         if round is None or (isinstance(gamma, float | int) and gamma == 1):
             return mixed
         kept = trees.add(params, trees.scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
@@ -282,7 +293,12 @@ def all_reduce(
 
 
 register("all_reduce", all_reduce, optimizers=ADAM_FIRST, orders=BOTH)
-register("decentralized_adam", decentralized, optimizers=("adam",), orders=BOTH, section="")
-register("accum_adam", decentralized, optimizers=("accum_adam",), orders=BOTH, section="")
-register("decentralized_sgd", decentralized, optimizers=("sgd", "muon"), orders=BOTH, section="")
+_GOSSIP: dict[str, Any] = {
+    "orders": BOTH,
+    "section": "",
+    "sent": lambda params, parts, own: own["mix_rounds"] * model_bytes(params, parts, own),
+}
+register("decentralized_adam", decentralized, optimizers=("adam",), **_GOSSIP)
+register("accum_adam", decentralized, optimizers=("accum_adam",), **_GOSSIP)
+register("decentralized_sgd", decentralized, optimizers=("sgd", "muon"), **_GOSSIP)
 register("gossiped_momentum", gossiped_momentum, orders=("atc", "awc"), messages=2)

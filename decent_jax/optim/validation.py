@@ -260,6 +260,16 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
         )
 
 
+def mix_rounds(count: int, schedule: Schedule) -> None:
+    """At least one round per step; several only of distinct rounds, which numbers tell apart."""
+    if count < 1:
+        raise ValueError(f"mix_rounds must be at least 1, got {count}")
+    if count > 1 and len({id(rnd) for rnd in schedule.rounds}) < schedule.period:
+        raise ValueError(
+            f"mix_rounds must be 1, got {count}: {schedule.name} repeats a round within its period"
+        )
+
+
 def matchings(method: str, schedule: Schedule) -> None:
     """In every round replicas average in pairs, 1/2 each, or are idle."""
     is_schedule(method, schedule)

@@ -442,6 +442,11 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
             f"must be at most steps, {config.steps}",
         ),
         (config.gamma <= 1, "gamma", "must be in [0, 1]"),
+        (
+            config.mix_rounds == 1 or "mix_rounds" in method.numbers,
+            "mix_rounds",
+            f"must be 1: {name} has one round per mixing step",
+        ),
         (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
         (exponent == 0 or has_gamma, "gamma_lr_exponent", f"must be 0: {name} has no gamma"),
         (

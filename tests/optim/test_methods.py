@@ -349,6 +349,7 @@ def test_d2_at_its_bound():
         ("choco", {"numbers": {"fraction": 0}}, "choco.fraction 0"),
         ("choco", {"numbers": {"gamma": 2}}, "choco.gamma 2"),
         ("decentralized_sgd", {"numbers": {"gamma": -1}}, "gamma -1"),
+        ("decentralized_sgd", {"numbers": {"mix_rounds": 0}}, "mix_rounds 0"),
         ("quasi_global_sgd", {"numbers": {"mu": 1}}, "quasi_global.mu 1"),
         ("quasi_global_sgd", {"optimizer": {"momentum": 1}}, "momentum 1"),
         ("diloco", {"numbers": {"outer_learning_rate": -1}}, "diloco.outer_learning_rate -1"),
@@ -364,6 +365,39 @@ def test_impossible_pairings(method, changes, message):
         averages = case.method in ("diloco", "sparseloco")
         averages &= bool(changes)
         build(case, "complete" if averages else "bidirectional_ring", **changes)
+
+
+@pytest.mark.parametrize("combine", ["awc", "atc"])
+@pytest.mark.parametrize("times", [2, 5])
+def test_several_rounds_per_step_are_the_product_of_their_matrices(combine, times):
+    """RelaySGD's SGP has two; the next step goes on where the last one ended."""
+    schedule, n = topology.make("one_peer_exp", 8), 8
+    targets = np.random.default_rng(0).normal(size=(n, 3))
+    tx = optim.decentralized(optax.sgd(0.1), schedule, combine, mix_rounds=times)
+    history = harness.trajectory(
+        tx, lambda x, target: x - target, schedule, jnp.zeros((n, 3)), [targets] * 7
+    )
+
+    def matrix(t):
+        matrices = (schedule.matrix((times * t + k) % 3) for k in range(times))
+        return functools.reduce(lambda product, W: W @ product, matrices)
+
+    start = np.zeros((n, 3))
+    right = oracles.run(
+        oracles.dpsgd, matrix, lambda x, t: x - targets, start, 7, 0.1, combine=combine
+    )
+    np.testing.assert_allclose([x for x, _ in history], right, atol=1e-12)
+    sent = harness.bytes_sent(
+        "decentralized_sgd", jnp.zeros(3, jnp.float32), schedule, numbers={"mix_rounds": times}
+    )
+    assert sent == times * 12
+    for wrong in (-1, 3):
+        step = harness.on_stack(harness.step_of(tx, lambda x: x, wrong), "vmap", n)
+        with pytest.raises(ValueError):
+            step(jnp.zeros((n, 3)), jax.vmap(tx.init)(jnp.zeros((n, 3))))
+    repeats = topology.make("periodic_average(ring, every=4)", n)
+    with refuses("mix_rounds", times, error=ValueError):
+        optim.decentralized(optax.sgd(0.1), repeats, mix_rounds=times)
 
 
 def test_gossiped_momentum_needs_momentum():

@@ -114,6 +114,9 @@ sparta.fraction=0.1 | sparta.fraction | choco.fraction
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
+algorithm=diloco schedule=complete mix_every=4 diloco.delay=2 mix_rounds=2 | mix_rounds | 2
+algorithm=gossiped_momentum mix_rounds=3 | mix_rounds | 3
+mix_rounds=0 | mix_rounds | 0
 algorithm=gradient_tracking gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 learning_rate=0.0 gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5
