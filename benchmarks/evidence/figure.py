@@ -34,6 +34,7 @@ TASKS = {  # what the tables show, and the factor and unit of it
     "multi30k_en_de": (("test", "bleu"), 1, "BLEU"),
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
 }
+NANOGPT = 1.88  # its published validation loss on Shakespeare, of the recipe for CPUs
 BATCH, SEQUENCE = 16, 128  # of the language model: sequences per step, tokens of each
 
 
@@ -232,7 +233,7 @@ def draw(records: Sequence[Record], path: Path, times: Mapping[tuple[str, str], 
     panels = []
     for task in SHOWN:
         panels += [learning_panel(records, task), time_panel(records, task, times)]
-    panels += [budget_panel(records), language_panel(records)]
+    panels += [budget_panel(records), language_panel(records), shakespeare_panel(records)]
     panels = [panel for panel in panels if panel.curves]
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -318,6 +319,22 @@ def language_panel(records: Sequence[Record]) -> Panel:
             label = name if all(curve.label != name for curve in curves) else None
             curves.append(Curve(steps * BATCH * SEQUENCE / 1e6, above, label, colour))
     return Panel("Language: % of the loss above all-reduce", "million tokens", curves)
+
+
+def shakespeare_panel(records: Sequence[Record]) -> Panel:
+    """The loss of the four replicas' arms against steps, means of seeds, and the published one."""
+    curves = []
+    for ((setting, arm), own), colour in zip(
+        arms(records, "shakespeare").items(), COLOURS, strict=False
+    ):
+        if not setting:
+            steps, _ = own[0].series("eval/loss")
+            loss = np.mean([record.series("eval/loss")[1] for record in own], axis=0)
+            curves.append(Curve(steps, loss, arm, colour, "-"))
+    if curves:
+        x = curves[0].x
+        curves.append(Curve(x, [NANOGPT] * len(x), "published by nanoGPT", "0.5", "--"))
+    return Panel("Shakespeare: loss, nats per character", "steps", curves)
 
 
 def _lengths(runs: dict[tuple, list[Record]], arm: str) -> list[float]:
