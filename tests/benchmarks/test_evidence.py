@@ -53,6 +53,7 @@ def of(task, arm, **setting):
         *(("cifar10", arm, {"epochs": 8.0}, ".1f") for arm in ("all_reduce", "ring", "swarm")),
         *(("multi30k_en_de", arm, {}, ".2f") for arm in ("all_reduce", "accum_adam", "swarm")),
         *(("us_gov_web_text", arm, {}, ".3f") for arm in ("all_reduce", "accum_adam")),
+        *(("shakespeare", arm, {}, ".3f") for arm in trainings.NANOGPT),
         ("us_gov_web_text", "gossiped_momentum", {}, ".3f"),
     ],
 )
