@@ -103,6 +103,10 @@ def _shakespeare() -> Iterator[Piece]:
     published = {"learning_rate": 1e-3, "optimizer__b2": 0.99}
     yield piece("shakespeare:gossiped_momentum", 0, "-published_rate", **published)
     yield piece("shakespeare:all_reduce", 0, "-twice_the_rate", learning_rate=2e-3)
+    yield piece("shakespeare:gossiped_momentum", 0, "-four_times_the_rate", learning_rate=4e-3)
+    yield piece("shakespeare:diloco", 0, "-twice_the_rate", learning_rate=2e-3)
+    twice = {"learning_rate": 2e-3, "optimizer__b2": 0.999}
+    yield piece("shakespeare:accum_adam", 0, "-twice_the_rate", **twice)
     yield from (piece(f"shakespeare:{arm}", seed) for seed in (1, 2) for arm in NANOGPT)
     for seed in range(3):
         own = {"num_replicas": 12}
