@@ -16,9 +16,10 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 from decent_jax import tasks
+from decent_jax.ground import fields
 from decent_jax.ground.fields import Field
 from decent_jax.optim import METHODS
-from decent_jax.train.config import common_fields, fields_of
+from decent_jax.train.config import fields_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -158,22 +159,24 @@ def _page_of(path: str) -> str | None:
 
 
 def _fields() -> str:
-    """Tables of all fields, as `decent_jax.train.config` and the tasks declare them."""
+    """Tables of all fields, as the sections of `decent_jax.train.settings` and tasks have them."""
     sections: dict[str, dict[str, Field]] = {"": {}}
-    common = common_fields()
-    for name, field in common.items():
+    everything = fields_of(next(iter(tasks.TASKS)))
+    methods = {m.config_section: name for name, m in METHODS.items() if m.config_section}
+    common = fields.table(tasks.TaskData, "data.")
+    for name, field in everything.items():
         section = name.rpartition(".")[0]
-        sections.setdefault(section, {})[name] = field
+        if section not in methods and (section not in ("model", "data") or name in common):
+            sections.setdefault(section, {})[name] = field
     parts = []
     for section, members in sections.items():
         parts += [f"## {section}" if section else "## The run", _table(members)]
     for task in tasks.TASKS:
-        own = {k: v for k, v in tasks.find(task).FIELDS.items() if k not in common}
+        own = fields_of(task).items()
+        own = {k: v for k, v in own if k.startswith(("model.", "data.")) and k not in common}
         parts += [f"## task = {task}", _table(own)]
-    everything = fields_of(next(iter(tasks.TASKS)))
-    for name, method in METHODS.items():
-        section = method.config_section
-        own = {k: v for k, v in everything.items() if section and k.startswith(f"{section}.")}
+    for section, name in methods.items():
+        own = {k: v for k, v in everything.items() if k.startswith(f"{section}.")}
         if own:
             parts += [f"## algorithm = {name}", _table(own)]
     return "\n\n".join(parts)

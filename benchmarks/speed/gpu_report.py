@@ -133,7 +133,7 @@ def gpt2(tiny: bool, n: int, **changes: Any):
     config.algorithm, config.optimizer.accum_steps = "accum_adam", 4
     config.update(changes)
     config_lib.validate(config)
-    return config
+    return config_lib.parse(config)
 
 
 # --- The parts ------------------------------------------------------------------------------------
@@ -221,6 +221,7 @@ def part_resnet50(parsed: argparse.Namespace) -> Iterator[Row]:
         config.model.update(preset="resnet50", dtype="bfloat16")
         config.data.image_size, config.batch_size = 176, 128
     config_lib.validate(config)
+    config = config_lib.parse(config)
     devices = jax.devices()[:1]
     with tempfile.TemporaryDirectory() as folder:
         variants = {

@@ -115,7 +115,7 @@ def config_of(name: str, on: described.Target, batch_size: int, overrides: list[
     config.num_replicas = sum(map(len, on.by_process)) // config.mesh.fsdp
     config.batch_size = config.num_replicas * batch_size
     config_lib.validate(config)
-    return config
+    return config_lib.parse(config)
 
 
 def compiled(config, on: described.Target, rnd: int | None, own: bool) -> described.Described:

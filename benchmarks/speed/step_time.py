@@ -194,7 +194,7 @@ def config_of(name: str, parsed, overrides: list[str]):
         config.schedule = name
         config.replicas_per_node = parsed.replicas_per_node
     config_lib.validate(config)
-    return config
+    return config_lib.parse(config)
 
 
 def gpt(parsed):
@@ -208,7 +208,9 @@ def gpt(parsed):
 
 def delay_of(config) -> int:
     """Steps beside which a message travels."""
-    return config[config.algorithm].delay if config.algorithm in ("diloco", "noloco") else 0
+    return (
+        getattr(config, config.algorithm).delay if config.algorithm in ("diloco", "noloco") else 0
+    )
 
 
 def communicates(name: str) -> bool:

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from decent_jax.cluster import start as cluster
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError
@@ -52,7 +50,7 @@ def prepare(address: str) -> None:
 
 
 @contextlib.contextmanager
-def running(config: ConfigDict, section: str, count: int, store: int = 0) -> Iterator[None]:
+def running(config: Any, section: str, count: int, store: int = 0) -> Iterator[None]:
     """Ray at the address that a section of the config names; empty: started on this machine.
 
     Args:
@@ -68,7 +66,7 @@ def running(config: ConfigDict, section: str, count: int, store: int = 0) -> Ite
     import ray  # after `prepare`
     from ray.exceptions import RayError
 
-    address = config[section].address
+    address = getattr(config, section).address
     if not address and os.environ.get(_MODE) != "token":
         raise ConfigError(
             f"this process has imported Ray without authentication; set {_MODE}=token in its "
@@ -96,9 +94,9 @@ def running(config: ConfigDict, section: str, count: int, store: int = 0) -> Ite
         ray.shutdown()
 
 
-def check_address(config: ConfigDict, section: str) -> None:
+def check_address(config: Any, section: str) -> None:
     """Refuse an address at which nobody listens; Ray itself tries for minutes."""
-    name, address = f"{section}.address", config[section].address
+    name, address = f"{section}.address", getattr(config, section).address
     if address in ("", "auto"):
         return
     host, _, port = address.rpartition(":")
@@ -117,16 +115,14 @@ def check_address(config: ConfigDict, section: str) -> None:
         ) from None
 
 
-def check_resources(
-    config: ConfigDict, section: str, count: int, there: Mapping[str, float]
-) -> None:
+def check_resources(config: Any, section: str, count: int, there: Mapping[str, float]) -> None:
     """Refuse more actors than Ray has room for.
 
     Args:
       there: what Ray has, by its names.
     """
     for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
-        field, each = f"{section}.{name}", config[section][name]
+        field, each = f"{section}.{name}", getattr(config, section)[name]
         if count * each > there.get(resource, 0.0):
             raise ConfigError(
                 f"{count} {section} actors of {field} {each:g} need {count * each:g} "

@@ -7,11 +7,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from decent_jax.cluster import rendezvous
@@ -39,7 +39,7 @@ def check_devices(hosts: list[str]) -> list[Device]:
     return [min(local, key=lambda device: device.id) for local in processes]
 
 
-def agreement(config: ConfigDict, count: int) -> str:
+def agreement(config: Any, count: int) -> str:
     """A sentence that lists what is the same on all ``count`` processes."""
     description = rendezvous.describe(flat(config))
     versions = [f"{k} {v}" for k, v in description.items() if not k.startswith("config.")]

@@ -7,6 +7,7 @@ import re
 import socket
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,11 @@ import jax
 import numpy as np
 from jax._src import xla_bridge  # nothing public says whether jax has been used
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster.supervise import end_with_supervisor
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.ground.fields import Changeable, check_rules
+from decent_jax.ground.fields import changeable, check_rules
 from decent_jax.ground.format import printable
 from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce
@@ -27,17 +27,22 @@ from decent_jax.plan.plan_file import Plan
 
 Device = Any  # jax.Device, which type checkers cannot resolve
 
-FIELDS = {
-    "cluster.coordinator": Changeable(
+
+@dataclass(frozen=True)
+class Cluster:
+    """How processes find each other; see docs/clusters.md."""
+
+    coordinator: str = changeable(
         "", '"host:port" of process 0; empty: detect SLURM, Open MPI, Kubernetes, TPUs'
-    ),
-    "cluster.num_processes": Changeable(0, "number of processes", at_least=0),
-    "cluster.process_id": Changeable(-1, "number of this process, from 0", at_least=-1),
-    "cluster.plan": Changeable("", "plan file: order of devices, schedule, mix_every"),
-    "cluster.timeout_s": Changeable(300, "seconds that start-up waits for all", at_least=1),
-    "cluster.heartbeat_s": Changeable(30, "seconds until a silent process is lost", at_least=1),
-    "cluster.exchange_s": Changeable(600, "timeout of a message, in seconds", at_least=1),
-}
+    )
+    num_processes: int = changeable(0, "number of processes", at_least=0)
+    process_id: int = changeable(-1, "number of this process, from 0", at_least=-1)
+    plan: str = changeable("", "plan file: order of devices, schedule, mix_every")
+    timeout_s: int = changeable(300, "seconds that start-up waits for all", at_least=1)
+    heartbeat_s: int = changeable(30, "seconds until a silent process is lost", at_least=1)
+    exchange_s: int = changeable(600, "timeout of a message, in seconds", at_least=1)
+
+
 # The variable that identifies a launcher, and those that have the number of processes, if any. In
 # the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
 # Open MPI comes first, since in a job of SLURM its processes have variables of a step that has one
@@ -63,9 +68,10 @@ _BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_i
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Any) -> None:
     """Raises ConfigError where the fields of ``cluster`` do not go together."""
-    own, count = config.cluster, config.cluster.num_processes
+    own: Cluster = config.cluster
+    count = own.num_processes
     index = range(count) if own.coordinator else (-1,)
     together = bool(own.coordinator) == (count > 0) and own.process_id in index
     alone = "must be from 0 to num_processes - 1, with coordinator, or all three left out"
@@ -77,7 +83,7 @@ def check(config: ConfigDict) -> None:
     )
 
 
-def start(config: ConfigDict, folder: str | Path = ".") -> str:
+def start(config: Any, folder: str | Path = ".") -> str:
     """Start jax as ``config.cluster`` says; returns a line for the log.
 
     Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
@@ -157,7 +163,7 @@ class _Place(NamedTuple):
     devices: Sequence[int] | None  # numbers of this host's devices that the process uses; None: all
 
 
-def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
+def _place(cluster: Cluster, launcher: str | None) -> _Place:
     """The place that the config names, or that jax reads off the launcher's variables."""
     listed = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
     devices = [

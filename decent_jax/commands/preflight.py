@@ -20,15 +20,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.cluster import preflight, start, watch
 from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import Field, value_of
 from decent_jax.planner import network
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
+from decent_jax.train.settings import Config
 
 FLAGS = {
     "megabytes": Field(8.0, "size of a large message", at_least=0.01, at_most=10_000),
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]:
+def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
     parser = Parser(prog="decent-jax preflight", description=__doc__)
     parser.add_argument("--config", metavar="FILE[:ARGUMENTS]", help="of the planned run")
     parser.add_argument("--save", metavar="FILE", default="network.json", help="%(default)s")
@@ -59,18 +59,19 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
     if not Path(options.save).absolute().parent.is_dir():
         raise ConfigError.about("--save", options.save, "must be in a folder that there is")
     if options.config:
-        config = flags.override_all(flags.load(options.config), rest)
-        config_lib.validate(config)
+        config = config_lib.parse(flags.override_all(flags.load(options.config), rest))
+        config_lib.check_run(config)
         return options, config
-    config = flags.override_all(config_lib.default_config(), rest)
-    config.num_replicas = max(config.cluster.num_processes, 1)  # accept any number of processes
+    given = flags.override_all(config_lib.default_config(), rest)
+    given.num_replicas = max(given.cluster.num_processes, 1)  # accept any number of processes
+    config = config_lib.parse(given)
     start.check(config)
     return options, config
 
 
-def _run(options: argparse.Namespace, config: ConfigDict) -> None:
-    if config.pipeline.address:
-        _report(options, *_links_of_ray(options, config))
+def _run(options: argparse.Namespace, config: Config) -> None:
+    if address := value_of(config, "pipeline.address"):
+        _report(options, *_links_of_ray(options, config, address))
         return
     started = start.start(config, Path(options.save).absolute().parent)
     if jax.process_count() == 1:
@@ -86,10 +87,12 @@ def _run(options: argparse.Namespace, config: ConfigDict) -> None:
         _report(options, *found, names)
 
 
-def _links_of_ray(options: argparse.Namespace, config: ConfigDict) -> tuple[Any, Any, list[str]]:
+def _links_of_ray(
+    options: argparse.Namespace, config: Any, address: str
+) -> tuple[Any, Any, list[str]]:
     from decent_jax.actors import ray_cluster
 
-    ray_cluster.prepare(config.pipeline.address)
+    ray_cluster.prepare(address)
     from decent_jax.pipelines import links
 
     return links.measure(config, _num_bytes(options), options.repeats)

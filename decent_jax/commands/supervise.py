@@ -31,8 +31,6 @@ import socket
 import sys
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from decent_jax import tasks
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
@@ -43,6 +41,7 @@ from decent_jax.ground.fields import Field
 from decent_jax.ground.json_files import flat
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
+from decent_jax.train.settings import Config
 
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
 FLAGS = {
@@ -65,15 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code of the run, or 1 if too few processes are left."""
     extras.need_system("decent-jax supervise", "Linux")  # for pidfd_open
     options, program = _parse(sys.argv[1:] if arguments is None else arguments)
-    config, workdir = flags.parse(program[1:])
+    given, workdir = flags.parse(program[1:])
     if workdir is None:
         raise ConfigError("--check starts no run: check it without a supervisor")
+    config = config_lib.parse(given)
     members, count = _members(options)
     if members[0].argv and shutil.which(members[0].argv[0]) is None:
         raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
     fit(config, count, count)  # refused before the folder is created
     if options.hosts is None:  # the data of other hosts may be there alone
-        config_lib.validate(config)
+        config_lib.check_run(config)
     _make_logs(Path(workdir), count)
     supervisor = Supervisor(
         members,
@@ -148,7 +148,7 @@ def _hosts(flag: str, listed: str, via: str) -> list[Member]:
     return members
 
 
-def fit(config: ConfigDict, before: int, after: int) -> dict[str, object]:
+def fit(config: Config, before: int, after: int) -> dict[str, object]:
     """Config fields that change when ``before`` processes become ``after``.
 
     Raises:
@@ -160,17 +160,18 @@ def fit(config: ConfigDict, before: int, after: int) -> dict[str, object]:
     if before == after:
         return {}
     plan = config_lib.load_plan(config)
-    new = ConfigDict((config_lib.config_of_plan(config, plan) if plan else config).to_dict())
-    new.cluster.plan = ""  # some of its devices are gone
-    new.num_replicas = config.num_replicas // before * after
-    new.batch_size = config.batch_size // config.num_replicas * new.num_replicas
-    for section, name in ((new.eval, "batch_size"), (new.mesh, "devices")):
-        if section[name] % before == 0:
-            section[name] = section[name] // before * after
+    planned = config_lib.config_of_plan(config, plan) if plan else config
+    n = config.num_replicas // before * after
+    batch_size = config.batch_size // config.num_replicas * n
+    scaled = {"eval.batch_size": config.eval.batch_size, "mesh.devices": config.mesh.devices}
+    scaled = {k: v // before * after for k, v in scaled.items() if v % before == 0}
+    # Without the plan: some of its devices are gone.
+    changes = {"cluster.plan": "", "num_replicas": n, "batch_size": batch_size} | scaled
+    new = config_lib.changed(planned, **changes)
     try:
         config_lib.make_schedule(new)
     except ConfigError:
-        new.schedule = FALLBACK
+        new = config_lib.changed(new, schedule=FALLBACK)
     values = flat(config)
     return {name: value for name, value in flat(new).items() if value != values[name]}
 
@@ -204,7 +205,7 @@ def _connect(modules: list[str], member: Member) -> AgentLink:
 def _start(
     options: argparse.Namespace,
     program: list[str],
-    config: ConfigDict,
+    config: Config,
     workdir: Path,
     first: int,
     secret: str,

@@ -1,29 +1,35 @@
-"""Fields of a config: default, meaning, bounds, and whether a resumed run may change them.
+"""Settings: fields of frozen dataclasses, each with a default, a meaning, and bounds.
 
-A table of fields is a dict from dotted names to `Field`, the single source of all four.
+A section of a config is a frozen dataclass beside the code that owns it. Its fields are made by
+`setting`, by `changeable`, or by `section` where they are sections themselves.
 
->>> table = {"steps": Field(1000, "updates", at_least=1), "log.every": Field(10, "steps")}
->>> config = build(table)
->>> config.log.every
-10
->>> check(table, {"steps": 0, "log.every": 10})
+>>> @dataclass(frozen=True)
+... class Log:
+...     every: int = changeable(10, "steps per row", at_least=1)
+>>> @dataclass(frozen=True)
+... class Config:
+...     steps: int = setting(1000, "updates", at_least=1)
+...     log: Log = section(Log)
+>>> build(Config, {"steps": 5, "log.every": 2}).log.every
+2
+>>> check(table(Config), {"steps": 0, "log.every": 10})
 Traceback (most recent call last):
 decent_jax.ground.errors.ConfigError: steps must be at least 1, got 0
 """
 
+import dataclasses
 import difflib
 import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import flat
 
 # The largest value of a field that has no bound of its own.
 LARGEST = {int: 2**31 - 1, float: 1e15}
@@ -108,21 +114,60 @@ class Field:
         return None
 
 
-Changeable = functools.partial(Field, may_change=True)  # a resumed run may have a different value
+Section = TypeVar("Section")
 
 
-def dtype_of_activations(doc: str) -> Field:
-    """The dtype of a model's activations."""
+def setting(default: Any, doc: str, **bounds: Any) -> Any:
+    """A field of a section; ``bounds`` are attributes of `Field`."""
+    return dataclasses.field(default=default, metadata={"field": Field(default, doc, **bounds)})
+
+
+changeable = functools.partial(setting, may_change=True)  # a resumed run may have another value
+
+
+def section(kind: type) -> Any:
+    """A field that holds a section."""
+    return dataclasses.field(default_factory=kind, metadata={"section": kind})
+
+
+def dtype_of_activations(doc: str) -> Any:
+    """The type of a model's activations."""
     kinds = ("bfloat16", "float16", "float32", "float64")
-    return Field("bfloat16", f"type {doc}", choices=kinds)
+    return setting("bfloat16", f"type {doc}", choices=kinds)
 
 
-def size_of_preset(doc: str, at_most: int = 2**16) -> Field:
-    """A size of a model; the default 0 means the preset's."""
-    return Field(0, f"{doc}; 0: the preset's", at_least=0, at_most=at_most)
+def size_of_preset(doc: str, at_most: int = 2**16) -> Any:
+    """A size of a model; 0, its default, is that of the preset."""
+    return setting(0, f"{doc}; 0: the preset's", at_least=0, at_most=at_most)
 
 
-def build(table: Mapping[str, Field]) -> ConfigDict:
+def table(kind: type, prefix: str = "") -> dict[str, Field]:
+    """Every field of a section and of the sections in it, by its dotted name."""
+    found: dict[str, Field] = {}
+    for item in dataclasses.fields(kind):
+        inner = item.metadata.get("section")
+        if inner is None:
+            found[prefix + item.name] = item.metadata["field"]
+        else:
+            found |= table(inner, f"{prefix}{item.name}.")
+    return found
+
+
+def build(kind: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+    """The section with these values, by their dotted names."""
+    given: dict[str, Any] = {}
+    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name, inner = prefix + item.name, item.metadata.get("section")
+        given[item.name] = values[name] if inner is None else build(inner, values, f"{name}.")
+    return kind(**given)
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of the field with this dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def defaults(table: Mapping[str, Field]) -> ConfigDict:
     """The defaults of a table as nested ConfigDicts, not locked."""
     config = ConfigDict()
     for name, field in table.items():
@@ -206,7 +251,7 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
     return max(round(number * scale), 1) if number > 0 else 0
 
 
-def check_rules(config: ConfigDict, *rules: tuple[object, str, str]) -> None:
+def check_rules(config: Any, *rules: tuple[object, str, str]) -> None:
     """Check that fields are compatible: each rule is ``(holds, field, requirement)``.
 
     Raises:
@@ -214,16 +259,15 @@ def check_rules(config: ConfigDict, *rules: tuple[object, str, str]) -> None:
     """
     for kept, name, wanted in rules:
         if not kept:
-            raise ConfigError.about(name, flat(config)[name], wanted)
+            raise ConfigError.about(name, value_of(config, name), wanted)
 
 
-def check_allowed(config: ConfigDict, allowed: Mapping[str, Sequence[Any]]) -> None:
+def check_allowed(config: Any, allowed: Mapping[str, Sequence[Any]]) -> None:
     """Check that fields have values, {field: values}, that the config's ``trainer`` supports.
 
     Raises:
       ConfigError: naming the first unsupported value.
     """
-    values = flat(config)
     for name, wanted in allowed.items():
         words = f"must be {' or '.join(map(repr, wanted))} with trainer={config.trainer}"
-        check_rules(config, (values[name] in wanted, name, words))
+        check_rules(config, (value_of(config, name) in wanted, name, words))

@@ -1,5 +1,6 @@
 """Files that are read whole or refused in one sentence, and written atomically; mostly JSON."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -120,10 +121,11 @@ def overwrite_json(path: Path, entries: Any) -> None:
 
 
 def flat(tree, prefix=""):
-    """Nested dicts (or ConfigDicts) as a flat dict: ``{"model.layers": 12, ...}``."""
+    """Nested dicts, ConfigDicts or dataclasses as a flat dict: ``{"model.layers": 12, ...}``."""
     result = {}
-    for key, value in tree.items():
-        if hasattr(value, "items"):
+    items = vars(tree).items() if dataclasses.is_dataclass(tree) else tree.items()
+    for key, value in items:
+        if hasattr(value, "items") or dataclasses.is_dataclass(value):
             result |= flat(value, f"{prefix}{key}.")
         else:
             result[f"{prefix}{key}"] = value

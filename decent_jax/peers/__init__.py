@@ -5,66 +5,77 @@ their parameters, without a barrier, a leader or a common step (`decent_jax.peer
 starts the peers and detects dead ones. See docs/peers.md.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from decent_jax.ground.fields import Changeable, Field
+from decent_jax.ground.fields import changeable, setting
+from decent_jax.train import settings
 
 FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
-FIELDS = {
-    "peers.address": Changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine'),
-    "peers.count": Changeable(
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Numbers of a run of peers."""
+
+    address: str = changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine')
+    count: int = changeable(
         0,
         "peers that train; 0: num_replicas, which fixes a peer's batch",
         at_least=0,
         at_most=2**16,
-    ),
-    "peers.codec": Field("float32", "format of snapshots", choices=FORMATS),
-    "peers.max_lag": Changeable(
+    )
+    codec: str = setting("float32", "format of snapshots", choices=FORMATS)
+    max_lag: int = changeable(
         100,
         "steps of common progress after which a silent peer that returns must join as a new one",
         at_least=1,
-    ),
-    "peers.restarts": Changeable(3, "how often a dead peer is replaced", at_least=0),
-    "peers.cpus": Changeable(0.0, "cores that Ray reserves for a peer; 0: none", at_least=0),
-    "peers.gpus": Changeable(0.0, "GPUs that Ray gives to a peer", at_least=0),
-    "peers.beat_s": Changeable(0.2, "seconds between two reports of a peer", above=0),
-    "peers.exchange_s": Changeable(
+    )
+    restarts: int = changeable(3, "how often a dead peer is replaced", at_least=0)
+    cpus: float = changeable(0.0, "cores that Ray reserves for a peer; 0: none", at_least=0)
+    gpus: float = changeable(0.0, "GPUs that Ray gives to a peer", at_least=0)
+    beat_s: float = changeable(0.2, "seconds between two reports of a peer", above=0)
+    exchange_s: float = changeable(
         10.0, "seconds after which a pairwise average times out", above=0
-    ),
-    "peers.silent_s": Changeable(
+    )
+    silent_s: float = changeable(
         5.0, "seconds without a report after which a peer is no longer asked", above=0
-    ),
-    "peers.join_s": Changeable(
-        60.0, "seconds that sending a state to a new peer may take", above=0
-    ),
-    "peers.start_s": Changeable(300.0, "seconds within which the first peer must train", above=0),
-    "peers.stop_s": Changeable(
+    )
+    join_s: float = changeable(60.0, "seconds that sending a state to a new peer may take", above=0)
+    start_s: float = changeable(300.0, "seconds within which the first peer must train", above=0)
+    stop_s: float = changeable(
         60.0, "seconds that peers have to save and end before they are killed", above=0
-    ),
-}
+    )
 
 
-def check(config: ConfigDict) -> None:
+SECTIONS = {"peers": Peers}
+
+
+class Config(settings.Config):
+    """Of a run of peers."""
+
+    peers: Peers
+
+
+def check(config: Config) -> None:
     """Check all that can be checked before anything starts; see `peer_run.check`."""
     from decent_jax.peers import peer_run
 
     peer_run.check(config)
 
 
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
     return _driver(config).run(config, workdir)
 
 
-def dry_run(config: ConfigDict) -> None:
+def dry_run(config: Config) -> None:
     """Compile and time the step of one peer, and print the size of a message."""
     _driver(config).dry_run(config)
 
 
-def _driver(config: ConfigDict) -> Any:
+def _driver(config: Config) -> Any:
     """The module that trains, imported once the config is checked and Ray's environment is set."""
     from decent_jax.actors import ray_cluster
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax import replicas
 from decent_jax.actors.handles import Actor, Actors, own_host
@@ -20,7 +19,7 @@ from decent_jax.ground import connections
 from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.progress import Progress
-from decent_jax.peers import peer_run
+from decent_jax.peers import Config, peer_run
 from decent_jax.peers.peer_run import FOLDER, Place
 from decent_jax.peers.protocol import Arrays, Format
 from decent_jax.peers.step_boundary import averaged
@@ -37,7 +36,7 @@ from decent_jax.train.workdir import Signals, Workdir
 _SAVE_S = 2.0
 
 
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     """Train with peers as ``config`` says, in ``workdir``; resume the run that is there.
 
     Returns, raises: as `decent_jax.train.run`.
@@ -52,7 +51,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             return Driver(config, experiment, work, before, Actors(), own_host()).run()
 
 
-def dry_run(config: ConfigDict) -> None:
+def dry_run(config: Config) -> None:
     """Time the step of one peer here; no step waits for a pairwise average.
 
     Raises:
@@ -60,7 +59,7 @@ def dry_run(config: ConfigDict) -> None:
     """
     check_address(config, "peers")
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(config.to_dict(), folder, 0, 0, None, config.num_replicas)
+        place = Place(dataclasses.asdict(config), folder, 0, 0, None, config.num_replicas)
         with peer_run.open_peer(place) as (experiment, work):
             work.say(_describe(config, Aggregate(config, experiment)))
             time_steps(experiment, work, experiment.steps // config.num_replicas)
@@ -74,7 +73,7 @@ class Aggregate:
       experiment: of one replica, on this process's devices.
     """
 
-    def __init__(self, config: ConfigDict, experiment: Experiment):
+    def __init__(self, config: Config, experiment: Experiment):
         self._config, self._experiment = config, experiment
         self.template = init(experiment)
 
@@ -182,7 +181,7 @@ class Driver:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: Config,
         experiment: Experiment,
         work: Workdir,
         before: dict[str, Any],
@@ -357,7 +356,7 @@ class Driver:
         return self.saver.seconds + time.monotonic() - self.began
 
 
-def _describe(config: ConfigDict, aggregate: Aggregate) -> str:
+def _describe(config: Config, aggregate: Aggregate) -> str:
     return (
         f"{config.algorithm} over peers: after {config.mix_every} steps each asks a random other "
         f"one for an average, {aggregate.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"

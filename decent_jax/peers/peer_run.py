@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from decent_jax.actors.ray_cluster import leave_launcher
 from decent_jax.data import loader
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.json_files import is_real, read_json
+from decent_jax.ground.json_files import flat, is_real, read_json
 from decent_jax.optim import METHODS
 from decent_jax.optim.method_wrapper import no_rounds
+from decent_jax.peers import Config, Peers
 from decent_jax.peers.events import fits
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -79,13 +79,12 @@ class CommonProgress:
         return self.progress() >= self._steps
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Config) -> None:
     """Check all that can be checked before anything starts.
 
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    config_lib.check_fields(config)
     allowed = {
         "algorithm": [name for name, method in METHODS.items() if method.pairwise],
         "combine": ["", "awc"],
@@ -101,12 +100,11 @@ def check(config: ConfigDict) -> None:
     }
     fields.check_allowed(config, allowed)
     _check_seconds(config.peers)
-    pairs = ConfigDict(config.to_dict())
-    pairs.schedule = "random_matching"  # peers use no schedule, but methods require one
-    config_lib.check(pairs)
+    # Peers use no schedule, but methods require one.
+    config_lib.check(config_lib.changed(config, schedule="random_matching"))
 
 
-def _check_seconds(peers: ConfigDict) -> None:
+def _check_seconds(peers: Peers) -> None:
     """Refuse timeouts that contradict each other."""
     for shorter, longer, factor in (
         ("beat_s", "silent_s", 3),  # a report or two may be late
@@ -114,13 +112,14 @@ def _check_seconds(peers: ConfigDict) -> None:
         ("exchange_s", "join_s", 1),  # a join sends more than an average
         ("exchange_s", "stop_s", 2),  # a peer that leaves averages once more, and both settle
     ):
-        if factor * peers[shorter] > peers[longer]:
+        least, most = getattr(peers, shorter), getattr(peers, longer)
+        if factor * least > most:
             times = f"{factor} times " if factor > 1 else ""
-            wanted = f"must be at least {times}peers.{shorter} ({peers[shorter]:g} s)"
-            raise ConfigError.about(f"peers.{longer}", peers[longer], wanted)
+            wanted = f"must be at least {times}peers.{shorter} ({least:g} s)"
+            raise ConfigError.about(f"peers.{longer}", most, wanted)
 
 
-def count_of(config: ConfigDict) -> int:
+def count_of(config: Config) -> int:
     """The number of peers that should train."""
     return config.peers.count or config.num_replicas
 
@@ -135,7 +134,7 @@ def forget(folder: Path, first: int) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    config: ConfigDict, workdir: str | Path, rank: int = 0
+    config: Config, workdir: str | Path, rank: int = 0
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one replica with the steps, durations and learning rate of the whole run.
 
@@ -147,10 +146,9 @@ def open_run(
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
     """
     leave_launcher()
-    alone = ConfigDict(config.to_dict())
-    alone.update(num_replicas=1, schedule="one_peer_exp")
-    alone.mesh.devices = 0
-    with open_experiment(alone.lock(), workdir, config.num_replicas) as (experiment, work):
+    alone = {"num_replicas": 1, "schedule": "one_peer_exp", "mesh.devices": 0}
+    alone = config_lib.changed(config, **alone)
+    with open_experiment(alone, workdir, config.num_replicas) as (experiment, work):
         task = experiment.task
         _, model_state = jax.eval_shape(task.init, jax.random.key(0))
         leaves = jax.tree.leaves(model_state)
@@ -160,8 +158,7 @@ def open_run(
                 f"trainer: task {config.task} has a model state that cannot be averaged between "
                 "peers; set trainer to synchronous"
             )
-        own = ConfigDict(alone.to_dict())
-        own.update(combine="atc", mix_every=1)
+        own = config_lib.changed(alone, combine="atc", mix_every=1)
         tx = algorithm.transformation(
             own,
             experiment.schedule,
@@ -175,13 +172,12 @@ def open_run(
 @contextlib.contextmanager
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one peer: its data stream, its share of the batch, its folder."""
-    config = ConfigDict(place.config)
+    config: Config = config_lib.from_values(flat(place.config))
     with open_run(config, place.folder, place.rank) as (experiment, work):
         size = config.batch_size // config.num_replicas
         task = experiment.task
         task.train_source = Stream(task.train_source, place.rank, place.num_streams, size)
-        own = ConfigDict(experiment.config.to_dict())
-        own.batch_size = size
+        own = config_lib.changed(experiment.config, batch_size=size)
         # A peer makes at most as many steps as all peers together.
         steps = experiment.steps * config.num_replicas
         yield experiment._replace(config=own, steps=steps), work
@@ -227,7 +223,7 @@ def free_ranks(taken: list[int], count: int) -> list[int]:
     return list(itertools.islice(free, max(count, 0)))
 
 
-def read_manifest(workdir: Path, config: ConfigDict) -> dict[str, Any]:
+def read_manifest(workdir: Path, config: Config) -> dict[str, Any]:
     """The manifest of an earlier session, or an empty one.
 
     Raises:

@@ -10,6 +10,7 @@ identical, 1 some differ, 2 there is nothing to replay.
 """
 
 import contextlib
+import dataclasses
 import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.data import loader
 from decent_jax.ground.errors import RunError
@@ -112,19 +112,20 @@ def replay(
     """
     workdir = Path(workdir)
     logs = read_logs(workdir)
-    config = config_lib.load_saved(workdir).to_dict()
-    manifest = read_manifest(workdir, ConfigDict(config))
+    config = config_lib.load_saved(workdir)
+    manifest = read_manifest(workdir, config)
     if not manifest:
         raise RunError(f"{workdir} has no {MANIFEST}, which every run of peers has")
+    plain = dataclasses.asdict(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # placement messages
         experiments = {
             rank: stack.enter_context(
-                open_peer(Place(config, str(workdir), rank, 0, None, manifest["streams"]))
+                open_peer(Place(plain, str(workdir), rank, 0, None, manifest["streams"]))
             )[0]
             for rank in sorted({log.rank for log in logs})
         }
-        return _Replay(ConfigDict(config), experiments, logs, say, observe).run()
+        return _Replay(config, experiments, logs, say, observe).run()
 
 
 class _Replay:

@@ -1,19 +1,18 @@
 """Supervision of the peers of a session: start, watch, replace, resize and end them."""
 
 import contextlib
+import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from decent_jax.actors.handles import Actor, Actors, Call, Unanswered
 from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import is_whole, read_json
-from decent_jax.peers import events, peer_run
+from decent_jax.peers import Config, events, peer_run
 from decent_jax.peers.membership import Membership
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.peer_run import FOLDER, Place
@@ -54,7 +53,7 @@ class Supervisor:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: Config,
         folder: Path,
         steps: int,
         before: dict[str, Any],
@@ -97,7 +96,7 @@ class Supervisor:
         peers, before = self.config.peers, self.of(rank)
         earlier = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
-            self.config.to_dict(),
+            dataclasses.asdict(self.config),
             str(self.folder),
             rank,
             max([before["generation"], *earlier]) + 1,

@@ -5,56 +5,66 @@ pass from stage to stage of a replica; equal stages of different replicas gossip
 in any other run (`decent_jax.optim`). See docs/pipelines.md.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from decent_jax.gossip import codecs
-from decent_jax.ground.fields import Changeable, Field
+from decent_jax.ground.fields import changeable, setting
+from decent_jax.train import settings
 
-FIELDS = {
-    "pipeline.stages": Changeable(
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a run of pipelines."""
+
+    stages: int = changeable(
         2, "stages that each replica is cut into, a Ray actor each", at_least=1
-    ),
-    "pipeline.micro_batches": Field(
+    )
+    micro_batches: int = setting(
         1, "micro-batches that a replica's batch is split into", at_least=1
-    ),
-    "pipeline.layers": Changeable(
+    )
+    layers: str = changeable(
         "", 'layers per stage, such as "4,4,3"; empty: balanced by compute time'
-    ),
-    "pipeline.order": Changeable(
+    )
+    order: str = changeable(
         "1f1b", "order of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
-    ),
-    "pipeline.codec": Field(
+    )
+    codec: str = setting(
         "bfloat16", "format of activations and their gradients", choices=tuple(codecs.NAMED)
-    ),
-    "pipeline.address": Changeable(
-        "", '"auto" or "host:port" of a Ray cluster; empty: this machine'
-    ),
-    "pipeline.cpus": Changeable(0.0, "cores that Ray reserves per stage; 0: none", at_least=0),
-    "pipeline.gpus": Changeable(0.0, "GPUs that Ray assigns per stage", at_least=0),
-}
+    )
+    address: str = changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine')
+    cpus: float = changeable(0.0, "cores that Ray reserves per stage; 0: none", at_least=0)
+    gpus: float = changeable(0.0, "GPUs that Ray assigns per stage", at_least=0)
 
 
-def check(config: ConfigDict) -> None:
+SECTIONS = {"pipeline": Pipeline}
+
+
+class Config(settings.Config):
+    """Of a run of pipelines."""
+
+    pipeline: Pipeline
+
+
+def check(config: Config) -> None:
     """Check the config before anything starts; see `decent_jax.pipelines.part`."""
     from decent_jax.pipelines import part
 
     part.check(config)
 
 
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines in ``workdir``; see `decent_jax.pipelines.runner.run`."""
     return _runner(config).run(config, workdir)
 
 
-def dry_run(config: ConfigDict) -> None:
+def dry_run(config: Config) -> None:
     """Start all workers, and time their steps."""
     _runner(config).dry_run(config)
 
 
-def _runner(config: ConfigDict) -> Any:
+def _runner(config: Config) -> Any:
     """The module that trains, imported once the config is checked and Ray's environment is set."""
     from decent_jax.actors import ray_cluster
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.actors.handles import Actors, Silent, Unanswered, own_host
 from decent_jax.actors.ray_cluster import check_address, leave_launcher, running
 from decent_jax.cluster import preflight
 from decent_jax.ground.errors import ConfigError, PeerLost
+from decent_jax.pipelines import Config
 from decent_jax.pipelines.worker import free_address, join
 
 
@@ -33,7 +33,7 @@ class Probe:
 
 
 def measure(
-    config: ConfigDict, num_bytes: int, repeats: int
+    config: Config, num_bytes: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Latency and bandwidth between the nodes, and their names, for a plan of pipelines.
 
@@ -51,7 +51,7 @@ def measure(
 
 
 def measured(
-    config: ConfigDict, actors: Actors, num_bytes: int, repeats: int
+    config: Config, actors: Actors, num_bytes: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """See `measure`; ``actors`` are those of the cluster."""
     pipeline, nodes = config.pipeline, actors.nodes()

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
 from decent_jax.gossip import codecs
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
 from decent_jax.models import decoders, gpt2, pieces
+from decent_jax.pipelines import Config
 from decent_jax.plan import orders
 from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
@@ -79,7 +79,7 @@ class Part(NamedTuple):
         return None if loaded is None else self.of_whole(loaded)
 
 
-def layers_of(config: ConfigDict, model: gpt2.GPT2Config, plan: Plan | None = None) -> list[int]:
+def layers_of(config: Config, model: gpt2.GPT2Config, plan: Plan | None = None) -> list[int]:
     """The number of layers of each stage: from the config, else from the plan, if any.
 
     Otherwise the stages are balanced; the output layer counts by its parameters relative to those
@@ -91,15 +91,14 @@ def layers_of(config: ConfigDict, model: gpt2.GPT2Config, plan: Plan | None = No
 
 
 def method(
-    config: ConfigDict, schedule: Schedule, rate: optax.Schedule, placement: Placement
+    config: Config, schedule: Schedule, rate: optax.Schedule, placement: Placement
 ) -> optax.GradientTransformationExtraArgs:
     """The method of one stage of a replica, for gradients that are already clipped.
 
     Clipping needs the norm over all stages. For the same reason ``all_reduce`` receives averaged
     gradients, and is then a method without rounds.
     """
-    unclipped = ConfigDict(config.to_dict())
-    unclipped.optimizer.clip_norm = 0.0
+    unclipped = config_lib.changed(config, **{"optimizer.clip_norm": 0.0})
     mask = pieces.decay_mask
     if config.algorithm == "all_reduce":
         parts = algorithm.parts(unclipped, schedule, rate, mask, placement.axis_name)
@@ -107,13 +106,12 @@ def method(
     return algorithm.transformation(unclipped, schedule, rate, mask, placement.axis_name)
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Config) -> None:
     """Check what does not depend on the model or the cluster.
 
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    config_lib.check_fields(config)
     makes = (optim.all_reduce, optim.decentralized)
     allowed = {
         "task": ["language_modeling"],
@@ -132,7 +130,7 @@ def check(config: ConfigDict) -> None:
     config_lib.check_cuts(config, "pipeline.micro_batches")
 
 
-def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:
+def bytes_between_stages(config: Config, model: gpt2.GPT2Config) -> int:
     """Bytes of the activations that one stage sends to the next in a step, one way."""
     rows = config.batch_size // config.num_replicas * model.context
     return codecs.bytes_sent(codecs.NAMED[config.pipeline.codec], (rows, model.width))

@@ -7,16 +7,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.ground.format import format_bytes, format_duration, format_number
+from decent_jax.pipelines import Config
 from decent_jax.pipelines.executor import Span
 from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.worker import open_run
@@ -36,7 +36,7 @@ from decent_jax.train.workdir import Workdir
 _LONGEST_SPAN_S = 5.0  # of steps between two calls of the workers
 
 
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines as ``config`` says, in ``workdir``; resume the run that is there.
 
     Returns, raises: as `decent_jax.train.run`.
@@ -45,7 +45,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         return loop.train(runner, runner.work)
 
 
-def dry_run(config: ConfigDict) -> None:
+def dry_run(config: Config) -> None:
     """Let all workers make a few steps: compile in the first ones, and time the rest.
 
     Raises:
@@ -56,11 +56,11 @@ def dry_run(config: ConfigDict) -> None:
 
 
 @contextlib.contextmanager
-def _started(config: ConfigDict, workdir: str | Path) -> Iterator["Pipelines"]:
+def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
     """A run whose workers are starting."""
     check_address(config, "pipeline")
     with open_run(config, workdir) as (experiment, work, plan, counts):
-        config, actors = experiment.config, Actors()
+        config, actors = cast(Config, experiment.config), Actors()
         count = config.num_replicas * len(counts)
         with running(config, "pipeline", count):
             nodes, secret = nodes_of(plan, actors.nodes(), count), secrets.token_bytes(32)
@@ -76,7 +76,7 @@ class Pipelines:
 
     def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], workers: Workers):
         self.experiment, self.work, self._workers = experiment, work, workers
-        self._counts, self._config = counts, experiment.config
+        self._counts, self._config = counts, cast(Config, experiment.config)
         task: Any = experiment.task  # a `decent_jax.tasks.Task` with a `GPT2Config`
         self._crossing = bytes_between_stages(self._config, task.config)
         self._cost = _cost(experiment)

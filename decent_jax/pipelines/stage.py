@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
 from decent_jax.gossip import codecs
 from decent_jax.models import decoders
 from decent_jax.models.pieces import cross_entropy
+from decent_jax.pipelines import Config
 from decent_jax.pipelines.part import Part
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
@@ -60,7 +60,7 @@ class Stage:
     """
 
     def __init__(
-        self, config: ConfigDict, schedule: Schedule, placement: Placement, tx: Any, part: Part
+        self, config: Config, schedule: Schedule, placement: Placement, tx: Any, part: Part
     ):
         self.config, self.schedule, self.placement = config, schedule, placement
         self.part, self._tx, self._model = part, tx, part.task.config

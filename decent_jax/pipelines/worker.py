@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
 from decent_jax.actors import handles
@@ -19,7 +18,9 @@ from decent_jax.cluster.start import limit_exchanges
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce as announce_on_stderr
+from decent_jax.pipelines import Config
 from decent_jax.pipelines import part as parts
 from decent_jax.pipelines.executor import Channel, Key, Mailbox, StageExecutor, open_batches
 from decent_jax.pipelines.part import Part
@@ -57,7 +58,7 @@ class WorkerSpec(NamedTuple):
 
 @contextlib.contextmanager
 def open_run(
-    config: ConfigDict, workdir: str | Path
+    config: Config, workdir: str | Path
 ) -> Iterator[tuple[Experiment, Workdir, Plan | None, list[int]]]:
     """Check the config and open the run directory and the data, in the process of `train.py`.
 
@@ -68,7 +69,7 @@ def open_run(
     Raises:
       ConfigError: see `decent_jax.train.run`.
     """
-    config_lib.validate(config)
+    config_lib.check_run(config)
     leave_launcher()
     plan = config_lib.load_plan(config)
     schedule = config_lib.make_schedule(config, plan)
@@ -91,7 +92,7 @@ def open_stage(worker: WorkerSpec) -> Stage:
     Raises:
       ConfigError: its machine has too little memory, or its data cannot be used.
     """
-    config = ConfigDict(worker.config)
+    config: Config = config_lib.from_values(flat(worker.config))
     xla.use_cache()
     schedule = config_lib.make_schedule(config)
     task = _task(config, Path(worker.workdir), announce_on_stderr)
@@ -120,7 +121,7 @@ def join(coordinator: str, count: int, index: int, exchange_s: int, **options: A
     )
 
 
-def _task(config: ConfigDict, workdir: Path, announce: Callable) -> Any:
+def _task(config: Config, workdir: Path, announce: Callable) -> Any:
     try:
         return tasks.find(config.task).make(config, workdir, announce)
     except DataError as error:

@@ -1,14 +1,14 @@
 """All workers of the grid: start, call and watch them; and their checkpoints."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from decent_jax.actors.handles import Actors, Call, Lost, Node, Silent, Unanswered
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.pipelines import Config
 from decent_jax.pipelines.worker import Worker, WorkerSpec
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import checkpoint as folders
@@ -40,7 +40,7 @@ class Workers:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: Config,
         workdir: Path,
         counts: list[int],
         nodes: list[Node | None],
@@ -53,7 +53,7 @@ class Workers:
         self._wait = wait
         self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
         self._stages = len(counts)
-        run, pipeline = (config.to_dict(), str(workdir)), config.pipeline
+        run, pipeline = (dataclasses.asdict(config), str(workdir)), config.pipeline
         self.specs = [
             WorkerSpec(*run, i, s, counts)
             for i in range(config.num_replicas)
@@ -127,10 +127,10 @@ class Workers:
             if k in answered:
                 self._result(self.specs[k], call)
                 self._beats[k] = self._started[k].call("beat"), now, "heartbeat_s"
-            elif now - asked > cluster[name]:
+            elif now - asked > (most := getattr(cluster, name)):
                 raise TrainingFailed(
                     f"{self.specs[k].name} has been silent for cluster.{name} "
-                    f"({cluster[name]} s); {self._advice(self.specs[k])}"
+                    f"({most} s); {self._advice(self.specs[k])}"
                 )
 
     def _result(self, worker: WorkerSpec, call: Call) -> Any:

@@ -156,9 +156,10 @@ def complete(options: argparse.Namespace) -> None:
     options.late_parameters, options.row_length = 0, ROW_LENGTH
     if options.config:
         from decent_jax import tasks
+        from decent_jax.train import config as config_lib
         from decent_jax.train import flags
 
-        options.base = config = flags.load(options.config)
+        options.base = config = config_lib.parse(flags.load(options.config))
         count = getattr(tasks.find(config.task), "count_parameters", None)
         if count is None:
             why = "must be one that counts its parameters; give --parameters and --nodes instead"
@@ -214,10 +215,9 @@ def accepted(options: argparse.Namespace, choice: Choice) -> bool:
     """
     from decent_jax.train import config as config_lib
 
-    config = type(options.base)(options.base.to_dict())
-    config.update_from_flattened_dict(fields_of(options, choice))
+    config = config_lib.changed(options.base, **fields_of(options, choice))
     try:
-        config_lib.validate(config)
+        config_lib.check_run(config)
     except ConfigError as error:
         if error.field.startswith("data."):  # which need not be there yet
             return True

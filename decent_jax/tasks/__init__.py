@@ -9,7 +9,8 @@ needs a row in `TASKS`. Your own needs nothing: ``config.task`` may be its path,
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -17,11 +18,9 @@ from decent_jax.ground import extras
 
 extras.need("train", "ml_collections")
 
-from ml_collections import ConfigDict
-
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import changeable, section, setting
 
 if TYPE_CHECKING:
     import jax
@@ -31,6 +30,41 @@ TASKS: dict[str, Any] = {
     "image_classification": "decent_jax.tasks.image_classification",
     "translation": "decent_jax.tasks.translation",
 }
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Data of every task. A task's ``Data`` is a subclass with what else it needs."""
+
+    workers: int = changeable(0, "processes that read ahead; 0: threads", at_least=0)
+    prefetch: int = changeable(4, "batches read ahead", at_least=0)
+    partition: str = setting(
+        "iid", "dirichlet: each replica has records drawn by label", choices=("iid", "dirichlet")
+    )
+    alpha: float = setting(1.0, "of the Dirichlet; small: few classes per replica", above=0)
+
+
+@dataclass(frozen=True)
+class NoModel:
+    """The section ``model`` of a task that has no settings of a model."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What a task sees of the config of a run.
+
+    A task's functions may annotate a subclass, in which ``model`` and ``data`` have its own types.
+    """
+
+    task: str = setting("language_modeling", "the task: a module of decent_jax.tasks")
+    seed: int = setting(0, "of initialization, dropout, data order", at_least=0, at_most=2**63 - 1)
+    num_replicas: int = changeable(8, "number of models with their own parameters", at_least=1)
+    batch_size: int = setting(
+        64, "examples per step over all replicas; translation: tokens", at_least=1
+    )
+    micro_batches: int = setting(1, "sequential parts of a replica's batch", at_least=1)
+    model: Any = section(NoModel)
+    data: Any = section(TaskData)
 
 
 def register(name: str, module: Any) -> None:
@@ -62,30 +96,37 @@ def find(name: str) -> TaskModule:
 
 
 def _checked(module: Any, name: str) -> TaskModule:
-    fields = getattr(module, "FIELDS", None)
     for member in ("validate", "make"):
         if not callable(getattr(module, member, None)):
             raise ConfigError.about("task", name, f"must have a function {member!r}")
-    if not isinstance(fields, Mapping) or not all(
-        str(key).startswith(("model.", "data.")) and isinstance(field, Field)
-        for key, field in fields.items()
-    ):
-        why = "must have FIELDS that map names such as 'model.width' to Field"
-        raise ConfigError.about("task", name, why)
+    for part, kind in sections(module).items():
+        base = TaskData if part == "data" else object
+        settings = is_dataclass(kind) and all("field" in item.metadata for item in fields(kind))
+        if not (settings and issubclass(kind, base)):
+            derived = ", a subclass of decent_jax.tasks.TaskData" if base is TaskData else ""
+            why = f"must have a {part.title()} that is a frozen dataclass of settings{derived}"
+            raise ConfigError.about("task", name, why)
     return cast(TaskModule, module)
 
 
-def check_iid(config: ConfigDict) -> None:
+def sections(module: Any) -> dict[str, type]:
+    """The classes of the sections ``model`` and ``data`` of a task's configs."""
+    return {"model": getattr(module, "Model", NoModel), "data": getattr(module, "Data", TaskData)}
+
+
+def check_iid(config: TaskConfig) -> None:
     """Refuses a partition of data without labels."""
     if config.data.partition != "iid":
         why = f"must be 'iid' for {config.task}, whose records have no labels"
         raise ConfigError.about("data.partition", config.data.partition, why)
 
 
-def impossible_model(config: ConfigDict, error: ValueError) -> ConfigError:
+def impossible_model(config: TaskConfig, error: ValueError) -> ConfigError:
     """The refusal of a model's shape; the message of ``error`` starts with a field's name."""
     name = str(error).partition(" ")[0].rstrip(",")
-    return ConfigError(f"model.{error}", field=f"model.{name}", value=config.model.get(name))
+    return ConfigError(
+        f"model.{error}", field=f"model.{name}", value=getattr(config.model, name, None)
+    )
 
 
 class TaskModule(Protocol):
@@ -98,12 +139,13 @@ class TaskModule(Protocol):
     list of sentences. The planner calls ``count_parameters(config)``.
     """
 
-    FIELDS: Mapping[str, Field]  # its part of the config: "model.NAME" and "data.NAME"
+    Model: type  # the section "model" of its configs, a frozen dataclass of settings
+    Data: type  # the section "data", a subclass of `decent_jax.tasks.TaskData`
 
-    def validate(self, config: ConfigDict) -> None:
+    def validate(self, config: TaskConfig) -> None:
         """Raises ConfigError, one sentence with both values, before anything compiles."""
 
-    def make(self, config: ConfigDict, workdir: Path, announce: Callable) -> Task:
+    def make(self, config: TaskConfig, workdir: Path, announce: Callable) -> Task:
         """Returns the task; raises DataError for data that cannot be used."""
         ...
 
@@ -184,7 +226,7 @@ class TrainedRun(Protocol):
     """
 
     workdir: Path
-    config: ConfigDict
+    config: Any  # with the sections of the task
     which: str  # "last" or "best"
 
     @property

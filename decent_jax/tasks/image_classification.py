@@ -5,24 +5,24 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.data.reading import counted
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
+from decent_jax.ground.fields import dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import airbench, resnet, weights
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.tasks import Task, TrainedRun, impossible_model
+from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, impossible_model
 
 GENERATED = "generated"
 CROPS = ("resized", "whole")
@@ -36,67 +36,79 @@ _DEMO_BATCH = 100
 _DEMO_BATCHES = 10
 
 
-FIELDS = {
-    "model.preset": Field("resnet50", "shape of the network", choices=tuple(PRESETS)),
-    "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
-    "model.width": size_of_preset("channels of the first stage"),
-    "model.small_images": Field(False, "stem for images of about 32 pixels; preset tiny has it"),
-    "model.dtype": dtype_of_activations("of activations; parameters and statistics are float32"),
-    "model.label_smoothing": Field(
+@dataclass(frozen=True)
+class Model:
+    """The network."""
+
+    preset: str = setting("resnet50", "shape of the network", choices=tuple(PRESETS))
+    blocks: str = setting("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s')
+    width: int = size_of_preset("channels of the first stage")
+    small_images: bool = setting(False, "stem for images of about 32 pixels; preset tiny has it")
+    dtype: str = dtype_of_activations("of activations; parameters and statistics are float32")
+    label_smoothing: float = setting(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
-    ),
-    # Batch-norm statistics belong to a replica. These are the consensus model's.
-    "model.batch_norm_consensus": Field(
+    )
+    batch_norm_consensus: str = setting(
         "average",
         "average: the mean of the replicas' statistics; recompute: those of batch_norm_batches "
         "training batches with the consensus model; mix: the mean, and every round mixes them "
         "like parameters",
         choices=CONSENSUS,
-    ),
-    "model.batch_norm_batches": Field(16, "training batches that recompute reads", at_least=1),
-    "data.path": Field(
+    )
+    batch_norm_batches: int = setting(16, "training batches that recompute reads", at_least=1)
+
+
+@dataclass(frozen=True)
+class Data(TaskData):
+    """The images."""
+
+    path: str = setting(
         GENERATED,
         "folder with train/<class>/*.jpg, or made by TFDS or by `decent-jax prepare images`; "
         '"generated": pictures generated at the start',
-    ),
-    "data.image_size": Field(32, "side of a training image, in pixels", at_least=16, at_most=2**14),
-    "data.flip": Field(True, "mirror half of the training images"),
-    "data.shift": Field(0, "largest random shift, in pixels", at_least=0, at_most=2**14),
-    "data.border": Field(
+    )
+    image_size: int = setting(32, "side of a training image, in pixels", at_least=16, at_most=2**14)
+    flip: bool = setting(True, "mirror half of the training images")
+    shift: int = setting(0, "largest random shift, in pixels", at_least=0, at_most=2**14)
+    border: str = setting(
         "zeros", "fill of the border that a shift leaves", choices=("zeros", "reflect")
-    ),
-    "data.eval_views": Field(
+    )
+    eval_views: int = setting(
         1,
         "views of a validation image whose logits are averaged; 6: the image and its mirror image "
         "(half of the weight), and both shifted by a pixel in two directions",
         choices=(1, 6),
-    ),
-    # Folders.
-    "data.alternate": Field(
+    )
+    alternate: bool = setting(
         False, "mirror each training image in every second epoch, not at random"
-    ),
-    "data.crop": Field(
+    )
+    crop: str = setting(
         "resized",
         "of training images; resized: a random 8% to 100% of the picture, resized; whole: the "
         "largest centered square, for small pictures, together with data.shift",
         choices=CROPS,
-    ),
-    "data.eval_size": Field(
+    )
+    eval_size: int = setting(
         0, "side of the center crop for evaluation; 0: image_size", at_least=0, at_most=2**14
-    ),
-    "data.eval_resize": Field(
+    )
+    eval_resize: int = setting(
         0,
         "pixels of the shorter side before that crop; 0: 8/7 of eval_size",
         at_least=0,
         at_most=2**14,
-    ),
-    # Generated pictures.
-    "data.train_images": Field(20000, "number of generated training images", at_least=1),
-    "data.val_images": Field(2000, "number of generated validation images", at_least=1),
-}
+    )
+    train_images: int = setting(20000, "number of generated training images", at_least=1)
+    val_images: int = setting(2000, "number of generated validation images", at_least=1)
 
 
-def validate(config: ConfigDict) -> None:
+class ImageConfig(TaskConfig):
+    """Of a run of this task."""
+
+    model: Model
+    data: Data
+
+
+def validate(config: ImageConfig) -> None:
     """Raises ConfigError for missing data, an impossible shape or an unknown policy."""
     data = config.data
     size, resize = eval_sizes(data)
@@ -125,16 +137,17 @@ def validate(config: ConfigDict) -> None:
     model_config(config, len(generated_images.CLASS_NAMES))
 
 
-def model_config(config: ConfigDict, num_classes: int) -> Config:
+def model_config(config: ImageConfig, num_classes: int) -> Config:
     """The model that ``config.model`` describes, for ``num_classes`` classes."""
     model = config.model
     preset = PRESETS[model.preset]
     for name in ("blocks", "small_images"):
-        if model[name] and not hasattr(preset, name):
+        value = getattr(model, name)
+        if value and not hasattr(preset, name):
             why = f"must be left out, because the preset {model.preset!r} has none"
-            raise ConfigError.about(f"model.{name}", model[name], why)
+            raise ConfigError.about(f"model.{name}", value, why)
     try:
-        given: dict[str, Any] = {name: model[name] for name in ("width", "small_images")}
+        given: dict[str, Any] = {name: getattr(model, name) for name in ("width", "small_images")}
         given["blocks"] = _blocks(model.blocks)
         given = {name: value for name, value in given.items() if value}
         return dataclasses.replace(preset, **given, num_classes=num_classes, dtype=model.dtype)
@@ -149,19 +162,19 @@ def _blocks(text: str) -> tuple[int, ...]:
         raise ValueError(f"blocks must be numbers such as '2,2,2,2', got {text!r}") from None
 
 
-def eval_sizes(data: ConfigDict) -> tuple[int, int]:
+def eval_sizes(data: Data) -> tuple[int, int]:
     """(crop, shorter side before the crop) of evaluation, pixels.
 
     >>> names = "image_size", "eval_size", "eval_resize"
     >>> given = (32, 0, 0), (224, 0, 0), (224, 256, 0), (224, 256, 260)
-    >>> [eval_sizes(ConfigDict(dict(zip(names, sizes)))) for sizes in given]
+    >>> [eval_sizes(Data(**dict(zip(names, sizes)))) for sizes in given]
     [(32, 37), (224, 256), (256, 293), (256, 260)]
     """
     size = data.eval_size or data.image_size
     return size, data.eval_resize or round(size * 8 / 7)
 
 
-def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassification":
+def make(config: ImageConfig, workdir: Path, announce: Callable) -> "ImageClassification":
     """Returns the task; generates the pictures, or finds the files.
 
     Raises:
@@ -207,7 +220,7 @@ class ImageClassification(Task):
     unit = "examples"
     units_per_example: float = 1
 
-    def __init__(self, config: ConfigDict, train_source, eval_source):
+    def __init__(self, config: ImageConfig, train_source, eval_source):
         self.train_source, self.eval_source = train_source, eval_source
         self.class_names = train_source.class_names
         self.config = model_config(config, len(self.class_names))

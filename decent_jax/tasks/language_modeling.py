@@ -4,81 +4,92 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
+from decent_jax.ground.fields import changeable, dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import decoders, hf_config, weights
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
+from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, check_iid, impossible_model
 
 STDLIB = "stdlib"
 _STDLIB_VOCAB = 256  # bytes
 
 
-FIELDS = {
-    "model.preset": Field("small", "shape of the decoder", choices=tuple(decoders.PRESETS)),
-    "model.layers": size_of_preset("blocks"),
-    "model.heads": size_of_preset("attention heads per block"),
-    "model.width": size_of_preset("size of the residual stream", 2**20),
-    "model.kv_heads": size_of_preset("key-value heads of a Llama"),
-    "model.hidden": size_of_preset("width of a Llama's MLP", 2**20),
-    "model.rope_theta": Field(
+@dataclass(frozen=True)
+class Model:
+    """The decoder; 0 and an empty name are the preset's."""
+
+    preset: str = setting("small", "shape of the decoder", choices=tuple(decoders.PRESETS))
+    layers: int = size_of_preset("blocks")
+    heads: int = size_of_preset("attention heads per block")
+    width: int = size_of_preset("size of the residual stream", 2**20)
+    kv_heads: int = size_of_preset("key-value heads of a Llama")
+    hidden: int = size_of_preset("width of a Llama's MLP", 2**20)
+    rope_theta: float = setting(
         0.0, "base of the rotary frequencies of a Llama; 0: the preset's", at_least=0
-    ),
-    "model.norm_epsilon": Field(
+    )
+    norm_epsilon: float = setting(
         0.0, "added to the mean square in a Llama's norms; 0: the preset's", at_least=0, below=1
-    ),
-    "model.context": Field(1024, "tokens per training sequence", at_least=1, at_most=2**24),
-    "model.vocab_size": Field(
+    )
+    context: int = setting(1024, "tokens per training sequence", at_least=1, at_most=2**24)
+    vocab_size: int = setting(
         0,
         "size of the vocabulary; 0: the tokenizer's; 50304 is faster than 50257 on GPUs",
         at_least=0,
         at_most=2**24,
-    ),
-    "model.tied": Field(True, "True: tie the output layer to the embeddings if the preset does"),
-    "model.bias": Field(True, "biases in linear layers and LayerNorms of a GPT-2"),
-    "model.dropout": Field(0.0, "dropout rate of a GPT-2", at_least=0, below=1),
-    "model.dtype": dtype_of_activations("of activations; parameters are float32"),
-    "model.remat": Field(False, "recompute blocks in the backward pass: less memory"),
-    "model.attention": Field(
+    )
+    tied: bool = setting(True, "True: tie the output layer to the embeddings if the preset does")
+    bias: bool = setting(True, "biases in linear layers and LayerNorms of a GPT-2")
+    dropout: float = setting(0.0, "dropout rate of a GPT-2", at_least=0, below=1)
+    dtype: str = dtype_of_activations("of activations; parameters are float32")
+    remat: bool = setting(False, "recompute blocks in the backward pass: less memory")
+    attention: str = setting(
         "auto", "auto: cudnn where it can, else xla", choices=("auto", "xla", "cudnn")
-    ),
-    "model.init_std": Field(
+    )
+    init_std: float = setting(
         0.02,
         "standard deviation of the initial weights; about width ** -0.5 for narrow models",
         above=0,
-    ),
-    "model.init_from": Field(
+    )
+    init_from: str = setting(
         "", "published weights: a .safetensors file, or the .index.json of a sharded one"
-    ),
-    "data.path": Field(
+    )
+
+
+@dataclass(frozen=True)
+class Data(TaskData):
+    """The folder of tokens."""
+
+    path: str = setting(
         "",
         "folder made by `decent-jax prepare text`, with train.bin, val.bin and "
         'manifest.json; "stdlib": Python\'s standard library',
-    ),
-    "data.shifted": Field(
+    )
+    shifted: bool = setting(
         False, "training sequences start at any token; False: at multiples of model.context"
-    ),
-    "data.prompt": Field(
-        "",
-        "prompt of the sample at the end; empty: the start of a document",
-        may_change=True,
-    ),
-}
+    )
+    prompt: str = changeable("", "prompt of the sample at the end; empty: the start of a document")
 
 
-def validate(config: ConfigDict) -> None:
+class Config(TaskConfig):
+    """Of a run of this task."""
+
+    model: Model
+    data: Data
+
+
+def validate(config: Config) -> None:
     """Raises ConfigError for a missing data folder, an impossible shape, a wrong vocabulary."""
     path, init_from = config.data.path, config.model.init_from
     check_iid(config)
@@ -105,7 +116,7 @@ def _check_text(name: str, text: str) -> None:
         raise ConfigError.about(name, ascii(text), "must be UTF-8") from None
 
 
-def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
+def model_config(config: Config, tokenizer_vocab: int) -> decoders.Config:
     """The model that ``config.model`` describes, for a tokenizer with this many tokens."""
     model = config.model
     preset = decoders.PRESETS[model.preset]
@@ -115,14 +126,15 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
         raise ConfigError.about("model.vocab_size", vocab_size, why)
     has = {field.name for field in dataclasses.fields(preset)}
     for name in ("kv_heads", "hidden", "rope_theta", "norm_epsilon", "dropout"):
-        if model[name] and name not in has:
+        value = getattr(model, name)
+        if value and name not in has:
             why = f"must be 0, because the model of preset {model.preset!r} has none"
-            raise ConfigError.about(f"model.{name}", model[name], why)
+            raise ConfigError.about(f"model.{name}", value, why)
     # 0: the preset's
     shape = ("layers", "heads", "kv_heads", "width", "hidden", "rope_theta", "norm_epsilon")
     rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
-    given = {name: model[name] for name in shape if model[name]}
-    given |= {name: model[name] for name in rest if name in has}
+    given = {name: getattr(model, name) for name in shape if getattr(model, name)}
+    given |= {name: getattr(model, name) for name in rest if name in has}
     given |= {} if model.tied else {"tied": False}
     try:
         return dataclasses.replace(preset, **given, vocab_size=vocab_size)
@@ -130,7 +142,7 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
         raise impossible_model(config, error) from None
 
 
-def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
+def count_parameters(config: Config) -> tuple[int, int, int]:
     """(all parameters, those of the token embedding, rows of the last axis of all arrays).
 
     For the planner, which opens no data.
@@ -147,7 +159,7 @@ def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
     return decoders.num_params(model), model.vocab_size * model.width, rows
 
 
-def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
+def make(config: Config, workdir: Path, announce: Callable) -> "LanguageModeling":
     """The task; builds the corpus of the standard library in ``workdir`` if the config names it.
 
     Raises:
@@ -164,7 +176,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageMode
     return task
 
 
-def _data_folder(config: ConfigDict, workdir: Path) -> Path:
+def _data_folder(config: Config, workdir: Path) -> Path:
     return Path(workdir) / "data" if config.data.path == STDLIB else Path(config.data.path)
 
 
@@ -177,7 +189,7 @@ class LanguageModeling(Task):
 
     unit = "tokens"
 
-    def __init__(self, config: ConfigDict, folder: Path):
+    def __init__(self, config: Config, folder: Path):
         self.folder = folder
         context = config.model.context
         self.tokenizer, vocab_size, self.train_source, self.eval_source = _open(folder, config)
@@ -352,7 +364,7 @@ def _check_memory(config: decoders.Config, tokens: int, samples: int) -> None:
 # --- The token folder ---------------------------------------------------------------------------
 
 
-def _open(folder: Path, config: ConfigDict) -> tuple:
+def _open(folder: Path, config: Config) -> tuple:
     """(tokenizer or None, size of its vocabulary, training windows, validation windows)."""
     tokenizer = _tokenizer(folder)
     size = _vocab_size(tokenizer, folder, config)
@@ -384,7 +396,7 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
     return tokenizers.from_manifest(folder)
 
 
-def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: ConfigDict) -> int:
+def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: Config) -> int:
     """From the tokenizer, nanoGPT's meta.pkl, or the config; DataError if none has it."""
     if tokenizer is not None:
         return tokenizer.vocab_size

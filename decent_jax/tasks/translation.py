@@ -5,22 +5,23 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax.data.translation import number_pairs, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
+from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
+from decent_jax.ground.fields import changeable, dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import hf_config, transformer, weights
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
+from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, check_iid, impossible_model
 from decent_jax.tasks.translator import ALPHA, BEAM, Translator, bleu, bleu_of, meteor
 
 NUMBERS = "numbers"
@@ -29,41 +30,53 @@ _SHOWN = 5  # translations at the end
 
 
 # ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
-FIELDS = {
-    "model.preset": Field("base", "shape of the Transformer", choices=tuple(transformer.PRESETS)),
-    "model.layers": size_of_preset("layers of the encoder and of the decoder, each"),
-    "model.heads": size_of_preset("attention heads per layer"),
-    "model.width": size_of_preset("size of the residual stream", 2**20),
-    "model.ff": size_of_preset("size of the feed-forward layers", 2**20),
-    "model.norm": Field(
+@dataclass(frozen=True)
+class Model:
+    """The Transformer."""
+
+    preset: str = setting("base", "shape of the Transformer", choices=tuple(transformer.PRESETS))
+    layers: int = size_of_preset("layers of the encoder and of the decoder, each")
+    heads: int = size_of_preset("attention heads per layer")
+    width: int = size_of_preset("size of the residual stream", 2**20)
+    ff: int = size_of_preset("size of the feed-forward layers", 2**20)
+    norm: str = setting(
         "post", "post: as published; pre: needs no warm-up to train deep", choices=("post", "pre")
-    ),
-    "model.dropout": Field(0.1, "dropout rate", at_least=0, below=1),
-    "model.dtype": dtype_of_activations("of activations; parameters are float32"),
-    "model.remat": Field(False, "recompute layers in the backward pass: less memory"),
-    "model.attention": Field(
+    )
+    dropout: float = setting(0.1, "dropout rate", at_least=0, below=1)
+    dtype: str = dtype_of_activations("of activations; parameters are float32")
+    remat: bool = setting(False, "recompute layers in the backward pass: less memory")
+    attention: str = setting(
         "auto", "auto: cudnn where it can, else xla", choices=("auto", "xla", "cudnn")
-    ),
-    "model.label_smoothing": Field(
+    )
+    label_smoothing: float = setting(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
-    ),
-    "data.path": Field(
+    )
+
+
+@dataclass(frozen=True)
+class Data(TaskData):
+    """The sentence pairs."""
+
+    path: str = setting(
         "",
         'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",
-    ),
-    "data.shapes": Field(16, "most batch shapes; each compiles once per round", at_least=1),
-    "data.bleu_sentences": Field(
-        200,
-        "validation sentences translated at every evaluation; 0: none",
-        at_least=0,
-        may_change=True,
-    ),
-    "data.beam": Field(4, "beam width", at_least=1, at_most=2**10, may_change=True),
-}
+    )
+    shapes: int = setting(16, "most batch shapes; each compiles once per round", at_least=1)
+    bleu_sentences: int = changeable(
+        200, "validation sentences translated at every evaluation; 0: none", at_least=0
+    )
+    beam: int = changeable(4, "beam width", at_least=1, at_most=2**10)
 
 
-def validate(config: ConfigDict) -> None:
+class Config(TaskConfig):
+    """Of a run of this task."""
+
+    model: Model
+    data: Data
+
+
+def validate(config: Config) -> None:
     """Raises ConfigError for missing data or an impossible shape."""
     data = config.data
     if config.micro_batches != 1:
@@ -84,7 +97,7 @@ def validate(config: ConfigDict) -> None:
     model_config(config, size)
 
 
-def model_config(config: ConfigDict, vocab_size: int) -> transformer.TransformerConfig:
+def model_config(config: Config, vocab_size: int) -> transformer.TransformerConfig:
     """The model that ``config.model`` describes, for a vocabulary with this many subwords."""
     model = config.model
     preset = transformer.PRESETS[model.preset]
@@ -92,14 +105,17 @@ def model_config(config: ConfigDict, vocab_size: int) -> transformer.Transformer
         return dataclasses.replace(
             preset,
             vocab_size=vocab_size,
-            **{n: model[n] or getattr(preset, n) for n in ("layers", "heads", "width", "ff")},
-            **{n: model[n] for n in ("norm", "dropout", "dtype", "remat", "attention")},
+            **{
+                n: getattr(model, n) or getattr(preset, n)
+                for n in ("layers", "heads", "width", "ff")
+            },
+            **{n: getattr(model, n) for n in ("norm", "dropout", "dtype", "remat", "attention")},
         )
     except ValueError as error:
         raise impossible_model(config, error) from None
 
 
-def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation":
+def make(config: Config, workdir: Path, announce: Callable) -> "Translation":
     """Returns the task; builds the corpus of numbers in ``workdir`` if the config names it.
 
     Raises:
@@ -126,7 +142,7 @@ def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
     return train, val
 
 
-def _check_batch(config: ConfigDict, train: TranslationPairs) -> None:
+def _check_batch(config: Config, train: TranslationPairs) -> None:
     """DataError if a batch has less than one pair of average length per replica."""
     side = (float(train.lengths.mean(dtype=np.float64)) * 2 + 1) / 2
     if config.batch_size < config.num_replicas * side:
@@ -156,7 +172,7 @@ class Translation(Task):
 
     unit = "tokens"
 
-    def __init__(self, config: ConfigDict, folder: Path):
+    def __init__(self, config: Config, folder: Path):
         train, val = _open(folder)
         _check_batch(config, train)
         self.train_source = BucketedPairs(train, config.data.shapes)
@@ -303,7 +319,7 @@ def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:
     Raises:
       ConfigError: a beam out of range.
     """
-    FIELDS["data.beam"].check("beam", beam)
+    fields.table(Data)["beam"].check("beam", beam)
     with announce_on_stderr("loading the model"):
         model = load(run)
     return functools.partial(Translator(model.config, model.vocabulary, beam), model.params)

@@ -26,7 +26,7 @@ from decent_jax.ground.errors import (
     TrainingFailed,
 )
 from decent_jax.train import goodput
-from decent_jax.train.config import default_config, trainer_of, validate
+from decent_jax.train.config import default_config, parse, trainer_of, validate
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """
     check_settings()
     with goodput.session():
-        return trainer_of(config).run(config, workdir)
+        parsed = parse(config)
+        return trainer_of(parsed).run(parsed, workdir)
 
 
 def dry_run(config: ConfigDict) -> None:
@@ -58,7 +59,8 @@ def dry_run(config: ConfigDict) -> None:
       ConfigError: the run would be refused.
     """
     check_settings()
-    trainer_of(config).dry_run(config)
+    parsed = parse(config)
+    trainer_of(parsed).dry_run(parsed)
 
 
 __all__ = [

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from decent_jax import optim
 from decent_jax.gossip import AxisName, codecs
@@ -23,13 +22,14 @@ from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import format_bytes, shown
 from decent_jax.optim import METHODS, MethodSpec, Parts
 from decent_jax.topology import Schedule, make
+from decent_jax.train.settings import Config, Optimizer
 
 # First or last path components of arrays that Muon leaves to Adam: embeddings and output layers.
 NOT_HIDDEN = {"embedding", "lm_head", "fc"}
 
 
 def transformation(
-    config: ConfigDict,
+    config: Config,
     schedule: Schedule,
     rate: optax.ScalarOrSchedule,
     decay_mask: Any = None,
@@ -48,7 +48,7 @@ def transformation(
 
 
 def parts(
-    config: ConfigDict,
+    config: Config,
     schedule: Schedule,
     rate: optax.ScalarOrSchedule,
     decay_mask: Any = None,
@@ -78,29 +78,23 @@ def parts(
         config.mix_every,
         codecs.named(config.codec, config.seed),
         gradient=optax.chain(clip, decay),
-        optimizer=config.optimizer.to_dict(),
+        optimizer=dataclasses.asdict(config.optimizer),
         same_init=config.same_init,
         seed=config.seed,
         numbers=numbers,
     )
 
 
-def numbers_of(config: ConfigDict, method: MethodSpec) -> dict[str, Any]:
+def numbers_of(config: Config, method: MethodSpec) -> dict[str, Any]:
     """A method's own numbers, from its section of the config."""
     if not method.numbers:
         return {}
     name = method.config_section
-    if name and name not in config:
-        raise ConfigError(
-            f"the config has no section {name!r}, whose numbers {method.name} needs; import the "
-            "module that registers it before default_config() is called",
-            field=name,
-        )
-    section = config[name] if name else config
-    return {number: section[number] for number in method.numbers}
+    section = getattr(config, name) if name else config
+    return {number: getattr(section, number) for number in method.numbers}
 
 
-def optimizer_name(config: ConfigDict) -> str:
+def optimizer_name(config: Config) -> str:
     """The local optimizer: ``optimizer.name``, or if it is empty the algorithm's first.
 
     Methods that differ from others in more than the optimizer accept any dotted name.
@@ -122,7 +116,7 @@ def optimizer_name(config: ConfigDict) -> str:
     return name or allowed[0]
 
 
-def check_optimizer(config: ConfigDict, rate: optax.Schedule, params: Any) -> None:
+def check_optimizer(config: Config, rate: optax.Schedule, params: Any) -> None:
     """Check that a named optimizer updates such parameters from a gradient and a loss.
 
     Args:
@@ -170,7 +164,7 @@ class Cost:
     replicas_per_node: int
 
 
-def cost(config: ConfigDict, schedule: Schedule, state: Any, replicas_per_node: int) -> Cost:
+def cost(config: Config, schedule: Schedule, state: Any, replicas_per_node: int) -> Cost:
     """The cost of a `TrainState`, or of its shapes, with the leading replica dimension.
 
     Args:
@@ -214,11 +208,11 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
     return found if between is None else found | {"bytes_between_hosts_per_step": round(between)}
 
 
-def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
+def describe(config: Config, schedule: Schedule, cost: Cost) -> str:
     """The cost of the algorithm, in one line for the start of a run.
 
     >>> from decent_jax import topology
-    >>> config = ConfigDict({"algorithm": "swarm", "optimizer": {"name": ""}})
+    >>> config = Config(algorithm="swarm")
     >>> describe(config, topology.make("one_peer_exp", 1), Cost(0, 0, 8_000_000, 1))
     'swarm: a replica keeps 8.00 MB of parameters and optimizer'
     """
@@ -238,7 +232,7 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     )
 
 
-def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mask: Any):
+def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: Any):
     chosen, name = config.optimizer, optimizer_name(config)
     clip, decay = _gradient_steps(config, decay_mask)
     # Weight decay enters the gradient, or the update.
@@ -274,7 +268,7 @@ def hidden_matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def _muon(chosen: ConfigDict) -> optax.GradientTransformation:
+def _muon(chosen: Optimizer) -> optax.GradientTransformation:
     """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size.
 
     Both with Nesterov momentum: `optax.contrib.muon` passes it on to its Adam (`optax.nadam`),
@@ -291,7 +285,7 @@ def _muon(chosen: ConfigDict) -> optax.GradientTransformation:
     )
 
 
-def _gradient_steps(config: ConfigDict, decay_mask: Any):
+def _gradient_steps(config: Config, decay_mask: Any):
     """(clipping, weight decay), each the identity if the config has none."""
     norm, decay = config.optimizer.clip_norm, config.optimizer.weight_decay
     return (

@@ -79,7 +79,7 @@ class Saver:
         before = meta.get("data", self._data)
         for name in before.keys() & self._data.keys():
             if before[name] != self._data[name]:
-                path = self._experiment.config.data.get("path")
+                path = getattr(self._experiment.config.data, "path", "")
                 raise ConfigError(
                     f"{name}: {before[name]} before step {meta['step']}, {self._data[name]} now; "
                     "give the run the data that it began with, or take another --workdir",

@@ -1,202 +1,111 @@
-"""The fields of a config, and every check of them that needs no device.
+"""How a config becomes the settings of a run, and every check of them that needs no device.
 
-A config is an `ml_collections.ConfigDict` with the same fields for every task, except those of
-``model`` and ``data``, which the task declares.
+A config file returns an `ml_collections.ConfigDict`; `parse` reads it once, and everything else
+takes the frozen `Config`.
 """
 
+import dataclasses
+import functools
 import os
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from decent_jax import tasks, topology
 from decent_jax.cluster import start as cluster
-from decent_jax.gossip import codecs
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Changeable, Field, check_rules, in_steps, parse_duration
+from decent_jax.ground.fields import (
+    Field,
+    check_rules,
+    in_steps,
+    parse_duration,
+    section,
+    setting,
+)
 from decent_jax.ground.format import shorten, shown
 from decent_jax.ground.json_files import flat, read_json
 from decent_jax.optim import METHODS
 from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm, trackers
+from decent_jax.train.settings import SYNCHRONOUS, TRAINERS, Config
 
-AUTO = "auto"  # `decent_jax.train.experiment` chooses the schedule once the hosts are known
-ONE_HOST = "one_peer_exp"  # its choice within one host, and the placeholder until then
-
-# Each entry point of this group of the package's metadata trains configs: a room or a package with
-# FIELDS, check, run and dry_run. `decent_jax.train.synchronous` is one of them, without FIELDS.
-TRAINERS = {point.name: point for point in entry_points(group="decent_jax.trainers")}
-SYNCHRONOUS = "synchronous"
-
-# The fields that train/ declares. Other rooms (cluster, peers, pipelines), tasks (model and data)
-# and methods (the section with their numbers) declare their own; see `fields_of`.
-FIELDS = {
-    "task": Field("language_modeling", "the task: a module of decent_jax.tasks"),
-    "seed": Field(0, "of initialization, dropout, data order", at_least=0, at_most=2**63 - 1),
-    "trainer": Field(
-        SYNCHRONOUS,
-        "synchronous: one program; peers: no common step; pipelines: replicas cut into stages",
-        choices=tuple(TRAINERS),
-    ),
-    # --- Communication ---
-    "num_replicas": Changeable(8, "number of models with their own parameters", at_least=1),
-    "algorithm": Field("accum_adam", "training and communication; see docs/algorithms.md"),
-    "schedule": Changeable(
-        "one_peer_exp",
-        "communication graph, see docs/topologies.md; auto: chosen for the hosts; all_reduce "
-        "ignores it",
-    ),
-    "combine": Field(
-        "",
-        "awc: mix the old parameters (adapt with combine); atc: the new ones (adapt then combine)",
-        choices=("awc", "atc", ""),
-    ),
-    "mix_every": Field(1, "steps per round", at_least=1),
-    "codec": Field("float32", "message format", choices=tuple(codecs.NAMED)),
-    "replicas_per_node": Changeable(
-        1, "replicas per node, for schedules that use nodes", at_least=1
-    ),
-    "gamma_lr_exponent": Field(
-        0.0, "multiplies gamma by (learning rate / peak) to this power", at_least=0
-    ),
-    "same_init": Field(True, "all replicas start equal; False: each draws its own parameters"),
-    "max_consensus_distance": Changeable(
-        0.0, "relative distance above which all replicas are averaged once; 0: never", at_least=0
-    ),
-    # --- Length and batch ---
-    "steps": Changeable(1000, "updates of each replica", at_least=0),
-    "epochs": Changeable(0.0, "passes over the data; above 0, it replaces steps", at_least=0),
-    "batch_size": Field(64, "examples per step over all replicas; translation: tokens", at_least=1),
-    "micro_batches": Field(1, "sequential parts of a replica's batch", at_least=1),
-    "max_failing_steps": Changeable(
-        20, "consecutive steps without a finite update on any replica that end the run", at_least=1
-    ),
-    # --- Optimizer, the same on every replica ---
-    "learning_rate": Field(1e-3, "peak learning rate", at_least=0),
-    "lr_schedule.name": Field(
-        "cosine",
-        "shape of the decay",
-        choices=("cosine", "linear", "inverse_sqrt", "step", "constant"),
-    ),
-    "lr_schedule.warmup": Field("10%", "length of the linear warm-up", duration=True),
-    "lr_schedule.end_factor": Field(
-        0.1, "cosine and linear end at this multiple of the peak", at_least=0
-    ),
-    "lr_schedule.drops": Field("30%, 60%, 90%", "with name step: when the learning rate drops"),
-    "lr_schedule.drop_factor": Field(0.1, "factor at each drop", at_least=0),
-    "optimizer.name": Field(
-        "",
-        "adam, accum_adam, sgd or muon; empty: the algorithm's; or any optax optimizer, or your "
-        "own, by its dotted name with arguments: optax.contrib.muon(beta=0.9)",
-    ),
-    "optimizer.accum_steps": Field(
-        4, "steps whose mean gradient enters the moments of accum_adam", at_least=1
-    ),
-    "optimizer.momentum": Field(0.9, "momentum of sgd and muon", at_least=0, below=1),
-    "optimizer.b1": Field(0.9, "decay rate of Adam's first moment", at_least=0, below=1),
-    "optimizer.b2": Field(0.999, "decay rate of Adam's second moment", at_least=0, below=1),
-    "optimizer.eps": Field(1e-8, "added to the root of Adam's second moment", at_least=0),
-    "optimizer.weight_decay": Field(0.0, "per step, multiplied by the learning rate", at_least=0),
-    "optimizer.decoupled": Field(True, "weight decay as in AdamW; False: in the gradient (L2)"),
-    "optimizer.clip_norm": Field(0.0, "bound on a replica's gradient norm; 0: none", at_least=0),
-    # --- Data of every task ---
-    "data.workers": Changeable(0, "processes that read ahead; 0: threads", at_least=0),
-    "data.prefetch": Changeable(4, "batches read ahead", at_least=0),
-    "data.partition": Field(
-        "iid", "dirichlet: each replica has records drawn by label", choices=("iid", "dirichlet")
-    ),
-    "data.alpha": Field(1.0, "of the Dirichlet; small: few classes per replica", above=0),
-    # --- Where ---
-    "mesh.devices": Changeable(
-        0, "devices that hold replicas; 0: as many as divide num_replicas", at_least=0
-    ),
-    "mesh.fsdp": Changeable(1, "devices over which a replica is sharded", at_least=1),
-    "mesh.sequential_replicas": Changeable(
-        False, "compute a device's replicas sequentially, with less memory"
-    ),
-    # --- Checkpoints, evaluation, logs ---
-    "checkpoint.every": Changeable(1000, "steps between checkpoints; 0: never", duration=True),
-    "checkpoint.every_minutes": Changeable(10.0, "minutes between them; 0: never", at_least=0),
-    "checkpoint.keep": Changeable(2, "newest checkpoints to keep, besides the best", at_least=1),
-    "recovery.every": Changeable(
-        -1,
-        "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
-        at_least=-1,
-    ),
-    "recovery.mirror": Changeable(
-        False, "whether each process also mirrors the in-memory checkpoint of another"
-    ),
-    "eval.every": Changeable(500, "steps between evaluations; 0: only at the end", duration=True),
-    "eval.batches": Changeable(0, "validation batches per evaluation; 0: all", at_least=0),
-    "eval.batch_size": Changeable(0, "examples per batch; 0: as in training", at_least=0),
-    "eval.replicas": Changeable(
-        False, "also evaluate each replica: the worst and the mean, such as eval/loss_worst"
-    ),
-    "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
-    "log.trackers": Changeable("", "tensorboard, wandb or your own classes; comma-separated"),
-    "profile.count": Changeable(0, "steps to trace into workdir/profile, after 10", at_least=0),
-}
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
+ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
 
 _WORKERS = 32  # per core
 
 
-def trainer_of(config: ConfigDict) -> Any:
-    """The trainer of this config, one of `TRAINERS`, with ``check``, ``run`` and ``dry_run``.
-
-    Raises:
-      ConfigError: there is no such trainer.
-    """
-    if not TRAINERS:
-        raise ConfigError(
-            "the package has no metadata: install it, `pip install -e .` in its folder"
-        )
-    name = config.get("trainer", SYNCHRONOUS)
-    FIELDS["trainer"].check("trainer", name)
-    return TRAINERS[name].load()
+def trainer_of(config: Config) -> Any:
+    """What trains this config, one of `TRAINERS`: its ``check``, ``run`` and ``dry_run``."""
+    return TRAINERS[config.trainer].load()
 
 
-def common_fields() -> dict[str, Field]:
-    """The fields of every config, whatever its task and method, by dotted name."""
-    table = {**FIELDS, **cluster.FIELDS}
-    for name, point in TRAINERS.items():
-        if name != SYNCHRONOUS:
-            table |= point.load().FIELDS
-    return table
-
-
-def fields_of(task: str) -> Mapping[str, Field]:
-    """Every field of a config for ``task``, by dotted name: the rooms', methods' and the task's.
+def config_class(task: str) -> type[Config]:
+    """`Config` with the sections of a task, of all trainers and of all methods.
 
     Raises:
       ConfigError: there is no such task.
     """
-    table, module = common_fields(), tasks.find(task)
-    table["task"] = Field(task, FIELDS["task"].doc)
-    for method in METHODS.values():  # whose factories refuse numbers that are out of range
-        section = method.config_section and f"{method.config_section}."
-        for number, default in method.numbers.items():
-            table[section + number] = Field(default, method.help[number])
-    return {**table, **module.FIELDS}
+    if not TRAINERS:
+        raise ConfigError("decent_jax is not installed: run `pip install -e .` in its folder")
+    own, methods = tasks.sections(tasks.find(task)), tuple(METHODS.values())
+    return _composed(own["model"], own["data"], tuple(TRAINERS.values()), methods)
+
+
+@functools.cache
+def _composed(model: type, data: type, trainers: tuple, methods: tuple) -> type[Config]:
+    sections = {"model": model, "data": data}
+    for point in trainers:
+        if point.name != SYNCHRONOUS:  # which has no section, and takes seconds to import
+            sections |= point.load().SECTIONS
+    for method in methods:  # whose factories refuse numbers that are out of range
+        name = method.config_section
+        if name and method.numbers:
+            numbers = [(n, Any, setting(x, method.help[n])) for n, x in method.numbers.items()]
+            sections[name] = make_dataclass(name, numbers, frozen=True)
+    parts = [(name, kind, section(kind)) for name, kind in sections.items()]
+    pickled = {"__reduce__": lambda config: (from_values, (flat(config),))}  # to other processes
+    return make_dataclass("Config", parts, bases=(Config,), frozen=True, namespace=pickled)
+
+
+def fields_of(task: str) -> Mapping[str, Field]:
+    """Every field of a config for ``task``, by its dotted name."""
+    table = fields.table(config_class(task))
+    table["task"] = dataclasses.replace(table["task"], default=task)
+    table["trainer"] = dataclasses.replace(table["trainer"], choices=tuple(TRAINERS))
+    return table
 
 
 def table_of(config: ConfigDict) -> Mapping[str, Field]:
     """`fields_of` the config's task; those of the default task where it names none."""
     task = getattr(config, "task", None)
-    return fields_of(task if isinstance(task, str) else FIELDS["task"].default)
+    return fields_of(task if isinstance(task, str) else Config.task)
 
 
-def default_config(task: str = "language_modeling") -> ConfigDict:
-    """Every field with its default; locked, so a misspelled field is an error."""
-    return fields.build(fields_of(task)).lock()
+def default_config(task: str = Config.task) -> ConfigDict:
+    """Every field with its default; locked, so a misspelt field is an error."""
+    return fields.defaults(fields_of(task)).lock()
 
 
-def load_saved(workdir: str | Path) -> ConfigDict:
-    """The config in a run directory.
+def parse(config: ConfigDict) -> Config:
+    """The settings of a config, each of its type and within its bounds.
+
+    Raises:
+      ConfigError: naming the field, its value and what was expected.
+    """
+    values = flat(config)
+    fields.check(table_of(config), values)
+    return fields.build(config_class(config.task), values)
+
+
+def load_saved(workdir: str | Path) -> Any:
+    """The `Config` in a run folder.
 
     Missing fields get their defaults. Undeclared fields, such as those of a method that is not
     registered in this process, are dropped.
@@ -212,13 +121,16 @@ def load_saved(workdir: str | Path) -> ConfigDict:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, DataError, RecursionError, AttributeError, KeyError, TypeError):
         raise ConfigError(f"{workdir} holds no run: there is no readable config.json") from None
-    config = fields.build(table)
-    known = {name: value for name, value in values.items() if name in table}
-    for name, value in known.items():
-        table[name].check(f"{path}: {name}", value)
-    with config.ignore_type():
-        config.update_from_flattened_dict(known)
-    return config
+    for name in table.keys() & values.keys():
+        table[name].check(f"{path}: {name}", values[name])
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> Any:
+    """The `Config` with these values, by their dotted names; others have their defaults."""
+    kind = config_class(values["task"])
+    defaults = {name: field.default for name, field in fields.table(kind).items()}
+    return fields.build(kind, {**defaults, **values})
 
 
 def validate(config: ConfigDict) -> None:
@@ -227,11 +139,16 @@ def validate(config: ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
+    check_run(parse(config))
+
+
+def check_run(config: Config) -> None:
+    """`validate`, of a config that has been parsed."""
     trainer_of(config).check(config)
 
 
-def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
-    """The checks that all kinds of runs share; each trainer's ``check`` calls this.
+def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
+    """What every kind of run checks; the ``check`` of each of `TRAINERS` calls it.
 
     Returns:
       The schedule, and the plan if the config names one.
@@ -239,7 +156,7 @@ def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
     Raises:
       ConfigError: as `validate`.
     """
-    check_fields(config)
+    trackers.named(config)
     _check_sizes(config)
     cluster.check(config)
     plan = load_plan(config)
@@ -251,14 +168,8 @@ def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
     return schedule, plan
 
 
-def check_fields(config: ConfigDict) -> None:
-    """Check every field on its own."""
-    fields.check(table_of(config), flat(config))
-    trackers.named(config)
-
-
-def _check_sizes(config: ConfigDict) -> None:
-    """Check sizes that depend on no data, model or other process."""
+def _check_sizes(config: Config) -> None:
+    """What neither the data, a model nor other processes decide."""
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
     n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
@@ -289,14 +200,14 @@ def _check_sizes(config: ConfigDict) -> None:
         check_warmup(steps, config.steps)
 
 
-def check_cuts(config: ConfigDict, name: str) -> None:
+def check_cuts(config: Config, name: str) -> None:
     """Refuse a number of micro-batches, of the field ``name``, that does not divide a batch."""
     each = config.batch_size // config.num_replicas
     share = f"{each}, a replica's examples (batch_size {config.batch_size} / num_replicas)"
-    check_rules(config, (each % flat(config)[name] == 0, name, f"must divide {share}"))
+    check_rules(config, (each % fields.value_of(config, name) == 0, name, f"must divide {share}"))
 
 
-def load_plan(config: ConfigDict) -> Plan | None:
+def load_plan(config: Config) -> Plan | None:
     """The plan that ``cluster.plan`` names, if any; the planner makes it.
 
     Raises:
@@ -309,7 +220,8 @@ def load_plan(config: ConfigDict) -> Plan | None:
         plan = plan_file.load(path)
     except ValueError as error:
         raise ConfigError(f"cluster.plan: {error}", field="cluster.plan", value=path) from None
-    stages = config.pipeline.stages if config.trainer == "pipelines" else 1
+    pipelines = config.trainer == "pipelines"
+    stages = fields.value_of(config, "pipeline.stages") if pipelines else 1
     for name, planned, wanted in (
         ("num_replicas", plan.schedule.num_replicas, config.num_replicas),
         ("pipeline.stages", plan.stages, stages),
@@ -320,20 +232,18 @@ def load_plan(config: ConfigDict) -> Plan | None:
     return plan
 
 
-def config_of_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
+def config_of_plan(config: AnyConfig, plan: Plan) -> AnyConfig:
     """The config with the plan's ``schedule`` (by name), ``replicas_per_node``, ``mix_every``."""
     name, size = plan.schedule.name, plan.schedule.rounds[0].group_size
     return changed(config, schedule=name, replicas_per_node=size, mix_every=plan.mix_every)
 
 
-def changed(config: ConfigDict, **values: Any) -> ConfigDict:
-    """A locked copy of a config with other values of some fields."""
-    config = ConfigDict(config.to_dict())
-    config.update(values)
-    return config.lock()
+def changed(config: AnyConfig, **values: Any) -> AnyConfig:
+    """A config with other values of some fields, by their dotted names."""
+    return fields.build(type(config), flat(config) | values)
 
 
-def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Schedule:
+def make_schedule(config: Config, plan: Plan | None = None) -> topology.Schedule:
     """The gossip schedule; of `all_reduce`, which sends no parameters, that of its sums.
 
     Args:
@@ -350,7 +260,7 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
         raise ConfigError(f"schedule: {error}", field="schedule", value=config.schedule) from None
 
 
-def _schedule(config: ConfigDict) -> topology.Schedule:
+def _schedule(config: Config) -> topology.Schedule:
     """The schedule that ``schedule`` names."""
     n = config.num_replicas
     if config.algorithm == "all_reduce":
@@ -360,23 +270,22 @@ def _schedule(config: ConfigDict) -> topology.Schedule:
     return topology.make(config.schedule, n, replicas_per_node=config.replicas_per_node)
 
 
-def durations(config: ConfigDict, steps_per_epoch: int, steps: int) -> dict[str, int]:
+def durations(config: Config, steps_per_epoch: int, steps: int) -> dict[str, int]:
     """Every duration of the config by its name, in steps of a run of ``steps``."""
-    values = flat(config)
     return {
-        name: in_steps(name, values[name], steps_per_epoch, steps)
-        for name, field in table_of(config).items()
+        name: in_steps(name, fields.value_of(config, name), steps_per_epoch, steps)
+        for name, field in fields.table(type(config)).items()
         if field.duration
     }
 
 
-def drops_in_steps(config: ConfigDict, steps_per_epoch: int, steps: int) -> list[int]:
+def drops_in_steps(config: Config, steps_per_epoch: int, steps: int) -> list[int]:
     """Steps of ``lr_schedule.drops``, ascending."""
     name = "each of lr_schedule.drops"
     return sorted(in_steps(name, drop, steps_per_epoch, steps) for drop in _drops(config))
 
 
-def _drops(config: ConfigDict) -> list[str]:
+def _drops(config: Config) -> list[str]:
     return [drop for drop in config.lr_schedule.drops.split(",") if drop.strip()]
 
 
@@ -416,7 +325,7 @@ def changeable(task: str) -> str:
     return ", ".join(name for name, field in fields_of(task).items() if field.may_change)
 
 
-def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
+def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
     """Reject options that the method ignores; building it checks the rest. Returns its schedule."""
     name = config.algorithm
     check_rules(config, (name in METHODS, "algorithm", f"must be one of {', '.join(METHODS)}"))
@@ -428,7 +337,8 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
     has_gamma = not method.config_section and "gamma" in method.numbers
     waits, every = f"{method.config_section}.delay", config.mix_every
     exponent = config.gamma_lr_exponent
-    delay, shapes = (flat(config).get(name, 0) for name in (waits, "data.shapes"))
+    delay = algorithm.numbers_of(config, method).get("delay", 0)
+    shapes = getattr(config.data, "shapes", 0)
     check_rules(
         config,
         (gossips or not config.combine, "combine", f"must be empty, {why}"),

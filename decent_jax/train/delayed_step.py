@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from decent_jax import gossip
 from decent_jax.cpu.overlap import Parts
 from decent_jax.optim import Delayed, as_method
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
+from decent_jax.train.settings import Config
 
 
 class Blocks(NamedTuple):
@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
     delay: int
 
     @staticmethod
-    def of(config: ConfigDict, schedule: Schedule, tx: Any) -> "Blocks":
+    def of(config: Config, schedule: Schedule, tx: Any) -> "Blocks":
         """The blocks of a run."""
         delayed = as_method(tx).delayed
         mixes = None if config.algorithm == "all_reduce" else schedule

@@ -19,7 +19,6 @@ import jaxlib.version
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pallas_tpu
-from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
 from decent_jax.cluster import start as cluster
@@ -33,6 +32,7 @@ from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.delayed_step import Blocks
 from decent_jax.train.goodput import peak_of
+from decent_jax.train.settings import Config
 
 MOST_DEVICES = 10_000
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -164,7 +164,7 @@ class Described(NamedTuple):
     spans_steps: bool  # of a method with a delay: a message and the steps beside it
 
 
-def place(config: ConfigDict, on: Target) -> Placement:
+def place(config: Config, on: Target) -> Placement:
     """The replicas on the described devices.
 
     Raises:
@@ -178,9 +178,7 @@ def place(config: ConfigDict, on: Target) -> Placement:
     return replicas.place(wanted, devices, fsdp)
 
 
-def compiled(
-    config: ConfigDict, schedule: Schedule, on: Target, rnd: int | None = None
-) -> Described:
+def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = None) -> Described:
     """The step for described devices.
 
     Args:
@@ -236,18 +234,18 @@ def compiled(
 # --- What the user reads --------------------------------------------------------------------------
 
 
-def check_on(config: ConfigDict, text: str) -> list[str]:
+def check_on(config: Config, text: str) -> list[str]:
     """What a run of the config would take on the devices that ``--on`` names, in ten lines.
 
     Raises:
       ConfigError: it cannot run there, or does not fit; the sentence says what to change.
     """
     jax.config.update("jax_platforms", "cpu")  # the described devices are not to be looked for
-    if config.get("trainer") != config_lib.SYNCHRONOUS or config.cluster.plan:
+    if config.trainer != config_lib.SYNCHRONOUS or config.cluster.plan:
         raise _refused(text, f"is for trainer={config_lib.SYNCHRONOUS} without a cluster.plan")
     schedule, _ = config_lib.check(config)
     on = target(text)
-    kernel = config.model.get("attention")
+    kernel = getattr(config.model, "attention", "")
     if kernel == "cudnn" and on.clock:
         wanted = f"must be auto or xla on {text}: cuDNN is for NVIDIA's GPUs"
         raise ConfigError.about("model.attention", kernel, wanted)
@@ -269,14 +267,14 @@ def check_on(config: ConfigDict, text: str) -> list[str]:
     return list(_lines(config, on, step, memory, seconds))
 
 
-def _refusal(config: ConfigDict, on: Target, words: str) -> ConfigError:
+def _refusal(config: Config, on: Target, words: str) -> ConfigError:
     sizes = re.findall(r"\b\d[\d.]*[KMGT]\b", words)  # what it needs, and what there is
     if "RESOURCE_EXHAUSTED" in words and "hbm" in words.lower() and len(sizes) > 1:
         return _too_large(config, on, *(f"{size}iB" for size in sizes[:2]))
     return _refused(on.name, f"cannot have this step, says XLA: {words.splitlines()[0]}")
 
 
-def _too_large(config: ConfigDict, on: Target, used: str, there: str) -> ConfigError:
+def _too_large(config: Config, on: Target, used: str, there: str) -> ConfigError:
     remat = ", model.remat=True" if "remat" in config.model and not config.model.remat else ""
     smaller = f"more micro_batches (now {config.micro_batches}){remat}"
     return _refused(
@@ -287,7 +285,7 @@ def _too_large(config: ConfigDict, on: Target, used: str, there: str) -> ConfigE
 
 
 def _lines(
-    config: ConfigDict, on: Target, step: Described, memory: xla.Memory | None, seconds: float
+    config: Config, on: Target, step: Described, memory: xla.Memory | None, seconds: float
 ) -> Iterable[str]:
     placement, nodes = step.placement, on.nodes(step.placement)
     device, used = placement.mesh.devices.flat[0], placement.mesh.devices.size

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
 from decent_jax.data import loader
 from decent_jax.replicas import Placement
 from decent_jax.tasks import RecomputesState, Task
+from decent_jax.train.settings import Config
 from decent_jax.train.step import TrainState
 
 
@@ -32,7 +32,7 @@ class Evaluator:
       placement: of the replicas.
     """
 
-    def __init__(self, config: ConfigDict, task: Task, placement: Placement):
+    def __init__(self, config: Config, task: Task, placement: Placement):
         self.task, self.placement = task, placement
         self._config = config
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
@@ -157,7 +157,7 @@ class Evaluator:
         return total
 
 
-def eval_batches(config: ConfigDict, task: Task, placement: Placement) -> loader.Batches:
+def eval_batches(config: Config, task: Task, placement: Placement) -> loader.Batches:
     """The validation batches of this process's replicas."""
     return loader.eval_batches(
         task.eval_source,

@@ -23,12 +23,12 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from ml_collections import ConfigDict
 
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.json_files import flat
 from decent_jax.replicas import Placement
+from decent_jax.train.settings import Config
 
 
 class ExecutableCache:
@@ -118,7 +118,7 @@ def _from_the_cache() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def open_cache(config: ConfigDict, folder: Path | None, placement: Placement) -> ExecutableCache:
+def open_cache(config: Config, folder: Path | None, placement: Placement) -> ExecutableCache:
     """This process's cache, if it has in-memory checkpoints and a supervisor may restart it.
 
     The key of an executable includes the config, the number of processes, the settings of jax and
@@ -126,7 +126,7 @@ def open_cache(config: ConfigDict, folder: Path | None, placement: Placement) ->
     """
     if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
         return NO_CACHE
-    fields = flat(config.to_dict())
+    fields = flat(config)
     del fields["cluster.coordinator"]  # a free port of each start
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     process = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
 from decent_jax.cluster import rendezvous, watch
@@ -28,6 +27,7 @@ from decent_jax.train import algorithm, checkpoint_arrays, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
+from decent_jax.train.settings import Config
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Workdir, open_workdir
 
@@ -35,7 +35,7 @@ from decent_jax.train.workdir import Workdir, open_workdir
 class Experiment(NamedTuple):
     """A run, ready to be trained."""
 
-    config: ConfigDict
+    config: Config
     task: Task
     schedule: Schedule
     placement: Placement
@@ -50,7 +50,7 @@ class Experiment(NamedTuple):
 
 @contextlib.contextmanager
 def open_experiment(
-    config: ConfigDict, workdir: str | Path, sharing: int = 1
+    config: Config, workdir: str | Path, sharing: int = 1
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """Check the config, start jax, open the run directory and build the run.
 
@@ -84,7 +84,7 @@ def open_experiment(
             raise ConfigError(str(error)) from None
         other = rendezvous.difference(watch.gather(facts_of(config, task)), cluster.hosts())
         if other is not None:
-            raise ConfigError(other, field="data.path", value=config.data.get("path"))
+            raise ConfigError(other, field="data.path", value=getattr(config.data, "path", ""))
         steps, every, rate = durations(config, task)
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
         _check_fits_the_model(config, task, tx, rate, placement)
@@ -114,13 +114,13 @@ def open_experiment(
         )
 
 
-def facts_of(config: ConfigDict, task: Task) -> dict[str, str]:
+def facts_of(config: Config, task: Task) -> dict[str, str]:
     """Facts about the data that must be equal in all processes and sessions of a run."""
     found = {
         "the training data": f"{len(task.train_source)} records",
         "the validation data": f"{len(task.eval_source)} records",
     }
-    path = config.data.get("path")
+    path = getattr(config.data, "path", "")
     if path:
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):  # not prepared
             splits = json_files.read_json(Path(path) / "manifest.json")["splits"]
@@ -129,7 +129,7 @@ def facts_of(config: ConfigDict, task: Task) -> dict[str, str]:
     return found
 
 
-def _place(config: ConfigDict, plan: Plan | None) -> Placement:
+def _place(config: Config, plan: Plan | None) -> Placement:
     """The replicas on devices, in the order of the plan if there is one."""
     fsdp = config.mesh.fsdp
     devices = cluster.choose_devices(config.num_replicas * fsdp, config.mesh.devices)
@@ -141,7 +141,7 @@ def _place(config: ConfigDict, plan: Plan | None) -> Placement:
         raise ConfigError(f"mesh.fsdp: {error}", field="mesh.fsdp", value=fsdp) from None
 
 
-def _partition(config: ConfigDict, task: Task) -> partition.Partition | None:
+def _partition(config: Config, task: Task) -> partition.Partition | None:
     """Which training records belong to which replica; None: every replica reads all of them.
 
     It is drawn from the seed at every start, so a resumed run has the same partition; with another
@@ -158,7 +158,7 @@ def _partition(config: ConfigDict, task: Task) -> partition.Partition | None:
     )
 
 
-def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], optax.Schedule]:
+def durations(config: Config, task: Task) -> tuple[int, dict[str, int], optax.Schedule]:
     """The steps of the run, its other durations in steps, and the learning rate."""
     epoch = loader.steps_per_epoch(
         task.train_source, config.batch_size, config.num_replicas, config.seed
@@ -220,9 +220,7 @@ def replicas_per_host(hosts: Sequence[Any]) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-def settle(
-    config: ConfigDict, per_host: int, folder: str | Path, on_gpus: bool = False
-) -> ConfigDict:
+def settle(config: Config, per_host: int, folder: str | Path, on_gpus: bool = False) -> Config:
     """The config with the schedule that ``auto`` stands for, and its ``replicas_per_node``.
 
     It is that of the run in ``folder``, if that run has as many replicas; otherwise `WITHIN_HOSTS`
@@ -247,7 +245,7 @@ def settle(
     return changed(config, schedule=ONE_HOST)
 
 
-def _is_possible(config: ConfigDict) -> bool:
+def _is_possible(config: Config) -> bool:
     """Whether the method accepts the schedule."""
     try:
         algorithm.transformation(config, make_schedule(config), 1.0)
@@ -260,7 +258,7 @@ def _is_possible(config: ConfigDict) -> bool:
 
 
 def train_batches(
-    config: ConfigDict,
+    config: Config,
     task: Task,
     placement: Placement,
     start_step: int,
@@ -307,7 +305,7 @@ def check_state(placement: Placement, state: Any) -> None:
         machine.check_memory(count * each, f"the state of {count} replicas")
 
 
-def check_batch(config: ConfigDict, source: Sequence[Any], processes: int) -> None:
+def check_batch(config: Config, source: Sequence[Any], processes: int) -> None:
     """Check that there are enough examples, and that the prefetched batches fit into memory.
 
     Args:

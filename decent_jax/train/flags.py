@@ -19,6 +19,7 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import flat
+from decent_jax.train import config as config_lib
 from decent_jax.train.config import table_of
 
 _EPILOG = """\
@@ -84,7 +85,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
     if known.on:
         from decent_jax.train import described
 
-        print("\n".join(described.check_on(config, known.on)))
+        print("\n".join(described.check_on(config_lib.parse(config), known.on)))
         sys.exit(0)
     if known.check:
         return config, None

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster.supervise import PLACE
@@ -39,6 +38,7 @@ from decent_jax.replicas import Placement
 from decent_jax.train import checkpoint_arrays, shard_file
 from decent_jax.train.checkpoint import run_of
 from decent_jax.train.mirror import Mirror, from_first
+from decent_jax.train.settings import Config
 from decent_jax.train.shard_file import Shard, shards_of
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Workdir
@@ -286,7 +286,7 @@ class MemoryCheckpoints:
 
 
 def open_memory_checkpoints(
-    config: ConfigDict, work: Workdir, shapes: TrainState, placement: Placement
+    config: Config, work: Workdir, shapes: TrainState, placement: Placement
 ) -> MemoryCheckpoints | None:
     """The in-memory checkpoints of this process, or None.
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
 from decent_jax.cpu.overlap import Parts, overlapped
@@ -21,6 +20,7 @@ from decent_jax.topology import Schedule
 from decent_jax.train import xla
 from decent_jax.train.delayed_step import DelayedStep
 from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache
+from decent_jax.train.settings import Config
 
 
 class TrainState(NamedTuple):
@@ -31,7 +31,7 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
+def learning_rate(config: Config, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
     """The learning rate as a function of the 0-based step; durations are in steps."""
     peak, name = config.learning_rate, config.lr_schedule.name
     if name == "cosine":
@@ -54,7 +54,7 @@ def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int])
 
 
 def init_state(
-    config: ConfigDict, task: Task, tx: optax.GradientTransformation, placement: Placement
+    config: Config, task: Task, tx: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
     """The state before step 0, sharded over the mesh: drawn from the seed, or from the task."""
     n, key = config.num_replicas, jax.random.key(config.seed)
@@ -148,7 +148,7 @@ def update(
 
 
 def make_step(
-    config: ConfigDict,
+    config: Config,
     task: Task,
     tx: optax.GradientTransformationExtraArgs,
     rate: optax.Schedule,

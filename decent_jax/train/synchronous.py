@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
 from decent_jax.cluster import watch
@@ -28,6 +27,7 @@ from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache, open_ca
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
 from decent_jax.train.goodput import Clock, Idle, peak
 from decent_jax.train.memory_checkpoints import MemoryCheckpoints, open_memory_checkpoints
+from decent_jax.train.settings import Config
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
 
@@ -40,7 +40,7 @@ check = config_lib.check  # the interface of `decent_jax.train.config.TRAINERS`
 
 
 @watch.lost_peers_told()
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     """See `decent_jax.train.run`."""
     with open_experiment(config, workdir) as (experiment, work):
         work.check_shared()
@@ -50,7 +50,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 
 @watch.lost_peers_told()
-def dry_run(config: ConfigDict) -> None:
+def dry_run(config: Config) -> None:
     """See `decent_jax.train.dry_run`."""
     with (
         tempfile.TemporaryDirectory() as folder,

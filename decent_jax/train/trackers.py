@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ml_collections import ConfigDict
-
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import shorten
 from decent_jax.ground.json_files import flat, plain, write_atomic
+from decent_jax.train.settings import Config
 
 
 class Tracker(Protocol):
@@ -58,7 +57,7 @@ def register(name: str, tracker: Callable[..., Any]) -> None:
     TRACKERS[name] = tracker
 
 
-def named(config: ConfigDict) -> dict[str, Callable[..., Any]]:
+def named(config: Config) -> dict[str, Callable[..., Any]]:
     """The classes that a config names.
 
     Raises:

@@ -1,6 +1,7 @@
 """The directory of a run and its lock, messages to the terminal, and signals."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import math
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from decent_jax.cluster import start, watch
 from decent_jax.cluster.supervise import PLACE
@@ -30,6 +30,7 @@ from decent_jax.ground.run_folder import METRICS, START, read_metrics
 from decent_jax.train import config as config_lib
 from decent_jax.train import trackers
 from decent_jax.train.metrics import MetricWriter
+from decent_jax.train.settings import Config
 from decent_jax.train.trackers import Trackers
 
 LOCK = ".lock"
@@ -41,7 +42,7 @@ _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 
 
 @contextlib.contextmanager
-def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]:
+def open_workdir(workdir: str | Path, config: Config) -> Iterator["Workdir"]:
     """The run's directory, locked by process 0 until the context ends.
 
     Raises:
@@ -95,7 +96,7 @@ class Workdir:
       progress: the current progress bar, if any, which `say` and `announce` must not break.
     """
 
-    def __init__(self, path: Path, config: ConfigDict):
+    def __init__(self, path: Path, config: Config):
         self.path, self.config = path, config
         self.quiet = jax.process_index() != 0
         self.progress: Progress | None = None
@@ -187,7 +188,7 @@ class Workdir:
     def write_config(self) -> None:
         """Write ``config.json``, before the first step."""
         if not self.quiet:
-            json_files.write_json_atomic(self.path / "config.json", self.config.to_dict())
+            json_files.write_json_atomic(self.path / "config.json", dataclasses.asdict(self.config))
 
     def write_start(
         self, steps: int, unit: str, hosts: Sequence[str], messages: dict[str, float]

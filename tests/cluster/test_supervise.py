@@ -20,6 +20,7 @@ from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, Member, Supervisor, verdict
 from decent_jax.commands import supervise
 from decent_jax.ground.errors import PEER_LOST
+from decent_jax.train.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = ["-m", "decent_jax.commands.main", "supervise", "--processes"]
@@ -31,11 +32,11 @@ KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 def test_replicas_keep_their_share():
     config = tiny.config("DATA", num_replicas=8, batch_size=32, schedule="one_peer_exp")
     config.update(eval={"batch_size": 16}, mesh={"devices": 8})
-    assert supervise.fit(config, 4, 4) == {}
+    assert supervise.fit(parse(config), 4, 4) == {}
     wanted = {"num_replicas": 6, "batch_size": 24, "eval.batch_size": 12, "mesh.devices": 6}
-    assert supervise.fit(config, 4, 3) == wanted
+    assert supervise.fit(parse(config), 4, 3) == wanted
     with refused("num_replicas", 8):
-        supervise.fit(config, 3, 3)
+        supervise.fit(parse(config), 3, 3)
 
 
 # --- What the exit codes mean ---------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_a_config_with_such_a_value_is_right_or_refused_before_it_trains(name, t
         group = config[sections[0]] if sections else config
         with group.unlocked():
             group[last] = value
-        config_lib.check(config)
+        config_lib.check(config_lib.parse(config))
     except (ConfigError, TypeError) as error:  # ml_collections says the type of a field
         assert type(error) is TypeError or (str(error).isprintable() and len(str(error)) <= 600)
 

@@ -18,6 +18,7 @@ from decent_jax.ground.format import format_bytes
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.peers.events import EventLog
 from decent_jax.train import comm_metrics
+from decent_jax.train.config import parse
 from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.workdir import open_workdir
 
@@ -67,7 +68,7 @@ def test_while_it_runs(finished, tmp_path):
     for none in (tmp_path, tmp_path / "none"):
         with refuses(none, error=RunError):
             run_state.read(none)
-    with open_workdir(folder, tiny.waves()), MetricWriter(folder) as writer:
+    with open_workdir(folder, parse(tiny.waves())), MetricWriter(folder) as writer:
         assert lines(folder)[0]["state"].startswith("starting (process ")
         writer.write(2, {"eval/top1": 0.5})
         writer.write(3, {"train/loss": 2.5, "perf/step_time_s": 0.5, "train/skipped_updates": 2})

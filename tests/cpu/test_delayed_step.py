@@ -16,6 +16,7 @@ from decent_jax.cpu import overlap
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -35,9 +36,12 @@ def test_a_delayed_step_is_a_message_and_its_steps(name):
     method, schedule, every, numbers, changes = CASES[name]
     changes = {"schedule": schedule, "mix_every": every, method: numbers} | changes
     config = tiny.config("no data", algorithm=method, mesh={"devices": 4}, **changes)
+    config = parse(config)
     schedule, task = config_lib.make_schedule(config), Layers(mixes_state=name == "nodes")
     placement = replicas.place(4, jax.devices()[:4])
-    tx = algorithm.transformation(config, schedule, lambda t: 0.01, None, placement.axis_name)
+    tx = algorithm.transformation(
+        parse(config), schedule, lambda t: 0.01, None, placement.axis_name
+    )
     assert tx.delayed.delay == numbers["delay"]
     step = step_lib.make_step(config, task, tx, rate, schedule, placement)
     state = step_lib.init_state(config, task, tx, placement)

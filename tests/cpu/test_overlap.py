@@ -22,6 +22,7 @@ from decent_jax.cpu import gloo
 from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -169,7 +170,7 @@ class Trainer:
         self.schedule = config_lib.make_schedule(self.config)
         self.task = Layers(mixes_state=self.config.schedule == "hierarchical")
         of_task = self.task.decay_mask, self.placement.axis_name
-        self.tx = algorithm.transformation(self.config, self.schedule, self.rate, *of_task)
+        self.tx = algorithm.transformation(parse(self.config), self.schedule, self.rate, *of_task)
         with harness.as_if(False):
             self.whole = self.make_step()
         with harness.as_if(True):

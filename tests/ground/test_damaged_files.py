@@ -19,6 +19,7 @@ from decent_jax.plan import plan_file
 from decent_jax.planner import network
 from decent_jax.train import checkpoint, goodput, saved_model, workdir
 from decent_jax.train import config as config_lib
+from decent_jax.train.config import parse
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
 METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -67,7 +68,7 @@ def read_run(path):
 
 
 def resume(path):
-    work = workdir.Workdir(path.parent, CONFIG)
+    work = workdir.Workdir(path.parent, parse(CONFIG))
     work.check_config()
     work.check_metrics()
 

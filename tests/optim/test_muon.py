@@ -14,6 +14,7 @@ from trees import assert_close
 from decent_jax import optim, replicas, topology, train
 from decent_jax.models import decoders, gpt2, llama, resnet, transformer
 from decent_jax.train import algorithm
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, LR = 4, 0.1
@@ -70,7 +71,7 @@ def test_muon_of_a_config_on_one_replica_is_optax_s():
     config.optimizer.update(name="muon", momentum=0.8, weight_decay=0.1)
     mask = {"kernel": True, "bias": False, "embedding": True}
     schedule = topology.make("complete", 1)
-    tx = algorithm.transformation(config, schedule, 0.05, mask)
+    tx = algorithm.transformation(parse(config), schedule, 0.05, mask)
     alone = {
         "kernel": optax.contrib.muon(0.05, beta=0.8, weight_decay=0.1, consistent_rms=0.2),
         "bias": optax.nadam(0.05),
@@ -173,7 +174,7 @@ def test_a_convolution_is_a_matrix_to_muon():
     config = train.default_config()
     config.num_replicas, config.algorithm, config.schedule = 1, "decentralized_sgd", "complete"
     config.optimizer.update(name="muon", clip_norm=0.0)
-    tx = algorithm.transformation(config, topology.make("complete", 1), 0.05)
+    tx = algorithm.transformation(parse(config), topology.make("complete", 1), 0.05)
 
     def step(x):
         return tx.update(x, tx.init(x), jax.tree.map(jnp.zeros_like, x), round=None)[0]

@@ -5,7 +5,7 @@ import json
 import sys
 import types
 from importlib.metadata import EntryPoint
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from trees import assert_equal
 from decent_jax import optim, tasks, topology, train
 from decent_jax.commands import export, sample, translate
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import setting
 from decent_jax.optim import registry, trees
 from decent_jax.topology.make import _BUILDERS
 from decent_jax.topology.rounds import pairwise
@@ -66,17 +66,14 @@ def config():
 
 def test_a_package_registers_a_trainer_by_an_entry_point(monkeypatch):
     """With fields of its own; the others train as before."""
-    module = types.SimpleNamespace(
-        FIELDS={"mine.speed": Field(3, "of mine")}, check=lambda config: 7
-    )
+    mine = dataclasses.make_dataclass("Mine", [("speed", int, setting(3, "of it"))], frozen=True)
+    module = types.SimpleNamespace(SECTIONS={"mine": mine}, check=lambda config: 7)
     monkeypatch.setitem(sys.modules, "my_trainer", module)
     point = EntryPoint("mine", "my_trainer", "decent_jax.trainers")
     monkeypatch.setitem(config_lib.TRAINERS, "mine", point)
-    choices = (*config_lib.FIELDS["trainer"].choices, "mine")
-    field = dataclasses.replace(config_lib.FIELDS["trainer"], choices=choices)
-    monkeypatch.setitem(config_lib.FIELDS, "trainer", field)
     config = tiny.waves(trainer="mine", mine={"speed": 4})
-    assert config_lib.trainer_of(config).check(config) == 7
+    parsed = config_lib.parse(config)
+    assert config_lib.trainer_of(parsed).check(parsed) == 7 and parsed.mine.speed == 4
     config.trainer = "synchronous"
     config_lib.validate(config)
     with refused("trainer", "thine"):
@@ -134,13 +131,14 @@ def test_its_numbers_come_from_its_section(config, registered):
     config.algorithm, config.gamma = "slow_gossip", 0.5
     schedule = topology.make("every_other", config.num_replicas)
     with refuses("slow_gossip", error=ConfigError):
-        algorithm.parts(config, schedule, 0.1)
+        config_lib.parse(config)
     with config.unlocked():
         config.slow_gossip = ConfigDict({"gamma": 0.123})
-    assert algorithm.parts(config, schedule, 0.1).numbers == {"gamma": 0.123}
+    parts = algorithm.parts(config_lib.parse(config), schedule, 0.1)
+    assert parts.numbers == {"gamma": 0.123}
     config.slow_gossip.gamma = 2.0
     with refuses("slow_gossip.gamma", 2.0):
-        algorithm.transformation(config, schedule, 0.1)
+        algorithm.transformation(config_lib.parse(config), schedule, 0.1)
 
 
 @pytest.mark.parametrize("name", registry.METHODS)
@@ -156,14 +154,17 @@ def test_every_number_of_every_method_is_reached_from_the_config(name):
         if isinstance(default, bool):
             changed = not default
         section[number] = changed
-        assert algorithm.parts(config, schedule, 0.1).numbers[number] == changed
+        parts = algorithm.parts(config_lib.parse(config), schedule, 0.1)
+        assert parts.numbers[number] == changed
 
 
 def test_a_task_may_be_any_object():
     """As in a notebook, where there is no module to name."""
 
     class Task:
-        FIELDS: ClassVar = {"model.width": Field(3, "of the only layer")}
+        Model = dataclasses.make_dataclass(
+            "Model", [("width", int, setting(3, "of the only layer"))], frozen=True
+        )
         validate = make = staticmethod(lambda *_: None)
 
     tasks.register("chess", Task)
@@ -218,9 +219,9 @@ def outside(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "task.py").write_text("from line_task import *  # noqa\n")
-    (package / "empty.py").write_text("FIELDS = {}\n")
-    (package / "list.py").write_text("FIELDS = ['model.x']\nvalidate = make = print\n")
-    (package / "number.py").write_text("FIELDS = {}\nvalidate, make = 5, print\n")
+    (package / "empty.py").write_text("validate = print\n")
+    (package / "list.py").write_text("Model = ['x']\nvalidate = make = print\n")
+    (package / "number.py").write_text("validate, make = 5, print\n")
     (package / "broken.py").write_text("import a_module_that_is_missing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))

@@ -21,6 +21,7 @@ from decent_jax.peers.driver import Driver, message_bytes
 from decent_jax.peers.membership import Membership, MembershipClient
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.supervisor import Supervisor
+from decent_jax.train.config import parse
 
 STEPS, NOWHERE = 100, ("127.0.0.1", 9)
 
@@ -54,7 +55,7 @@ class Session:
         self.said, self.folder = [], folder
         self.actors = LocalActors({Peer: Trainee})
         self.supervisor = Supervisor(
-            config, folder, STEPS, dict(before), self.said.append, self.actors
+            parse(config), folder, STEPS, dict(before), self.said.append, self.actors
         )
         self.supervisor.begin(NOWHERE)
         (folder / "peers").mkdir(exist_ok=True)
@@ -289,6 +290,7 @@ def driven(folder, kind, **times):
     config = config_of()
     config.peers.update(times)
     config.eval.every, config.checkpoint.every = 4, 0
+    config = parse(config)
     with peer_run.open_run(config, folder) as (experiment, work):
         work.config = config
         yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}), "127.0.0.1")

@@ -16,6 +16,7 @@ from decent_jax.pipelines.executor import Mailbox, StageExecutor, open_batches
 from decent_jax.pipelines.part import total_norm
 from decent_jax.plan import orders
 from decent_jax.train import xla
+from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
@@ -46,7 +47,7 @@ def config_of(data, stages, cuts=1, **changes):
 
 def without_stages(config, workdir, gradients):
     """Losses (steps, n), state, evaluator and, if asked for, gradient of step 0 of such a run."""
-    with open_experiment(config, workdir) as (experiment, _):
+    with open_experiment(parse(config), workdir) as (experiment, _):
         step = make_step(
             *(experiment.config, experiment.task, experiment.tx, experiment.rate),
             *(experiment.schedule, experiment.placement),

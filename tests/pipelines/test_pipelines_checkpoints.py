@@ -19,6 +19,7 @@ from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import WorkerCheckpoints
 from decent_jax.train import checkpoint, saved_model
 from decent_jax.train.checkpoint import reason_of
+from decent_jax.train.config import parse
 from decent_jax.train.goodput import Clock
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -136,7 +137,7 @@ def test_a_run_ends_with_a_sample_of_its_last_model(run, tiny_data, tmp_path, mo
     shutil.rmtree(folder / "checkpoints" / "3")  # of the best model
     (folder / "metrics.jsonl").touch()
     shown = []
-    with open_run(config_for(tiny_data, 2), folder) as (experiment, work, _, counts):
+    with open_run(parse(config_for(tiny_data, 2)), folder) as (experiment, work, _, counts):
         show = lambda params, _: shown.append(params) or ""  # noqa: E731
         monkeypatch.setattr(experiment.task, "demonstrate", show)
         saver = SimpleNamespace(evaluated={}, best=2.5)

@@ -23,6 +23,7 @@ from decent_jax.pipelines.runner import Pipelines
 from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import Workers, nodes_of
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train.config import parse
 from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import TIMED
 
@@ -113,7 +114,7 @@ def test_layers_that_the_model_has_not_got_are_refused(stages, layers, tiny_data
     """Before a worker starts, and in a sentence that names the number."""
     config = tiny.config(tiny_data, num_replicas=2, batch_size=16, model={"layers": 2})
     config.pipeline.update(stages=stages, layers=layers)
-    with refuses(layers or stages, error=ConfigError), open_run(config, tmp_path / "run"):
+    with refuses(layers or stages, error=ConfigError), open_run(parse(config), tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()
 
@@ -168,7 +169,7 @@ def workers(tiny_data, tmp_path):
 
     config, actors = config_of(tiny_data, 2), LocalActors(wait=wait)
     config.pipeline.update(cpus=2.0, gpus=0.5)
-    given = config, tmp_path, [1, 1], [*"abcd"], SECRET, actors, WorkerSpec
+    given = parse(config), tmp_path, [1, 1], [*"abcd"], SECRET, actors, WorkerSpec
     with Workers(*given, clock=lambda: now[0], wait=wait) as made:
         yield made, [actor.there for actor in actors.started]
     assert all(actor.killed for actor in actors.started)
@@ -185,8 +186,8 @@ def test_a_dry_run_lets_all_workers_make_steps(tiny_data, tmp_path, capsys):
             made.append((self.worker.name, stop - start))
 
     config.mix_every = 3
-    with open_run(config, tmp_path / "run") as (experiment, work, _, counts):
-        given = config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Counts
+    with open_run(parse(config), tmp_path / "run") as (experiment, work, _, counts):
+        given = experiment.config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Counts
         with Workers(*given) as workers:
             Pipelines(experiment, work, counts, workers).time_steps()
             names = [f"stage {s} of replica {k}" for k in (0, 1) for s in (0, 1)]
@@ -217,7 +218,7 @@ def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_
 
     config = config_of(tiny_data, 2, model={"layers": 2}, log={"every": 10}, steps=18)
     config.lr_schedule.name = "cosine"
-    with open_run(config, tmp_path / "run") as (experiment, work, _, counts):
+    with open_run(parse(config), tmp_path / "run") as (experiment, work, _, counts):
         given = experiment.config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Scripted
         with Workers(*given) as workers:
             runner, clock = Pipelines(experiment, work, counts, workers), Clock()
@@ -292,7 +293,7 @@ def test_a_worker_that_is_silent_is_named(answers, name, tiny_data, tmp_path):
 
     config = config_of(tiny_data, 2)
     config.cluster.update(heartbeat_s=30, timeout_s=200)
-    given = config, tmp_path, [1, 1], [None] * 4, SECRET, LocalActors(wait=wait), Silent
+    given = parse(config), tmp_path, [1, 1], [None] * 4, SECRET, LocalActors(wait=wait), Silent
     with (
         Workers(*given, clock=lambda: now[0], wait=wait) as made,
         refuses("stage 0 of replica 1", name, error=TrainingFailed),

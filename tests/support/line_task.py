@@ -1,16 +1,28 @@
 """A task as a user would write one in a package of their own: a line through points."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.ground.fields import Field
+from decent_jax import tasks
+from decent_jax.ground.fields import changeable, setting
 
-FIELDS = {
-    "model.slope": Field(0.0, "at the start"),
-    "data.points": Field(64, "on the line"),
-    "data.shown": Field(1, "predictions at the end", may_change=True),
-}
+
+@dataclass(frozen=True)
+class Model:
+    """Of the line."""
+
+    slope: float = setting(0.0, "at the start")
+
+
+@dataclass(frozen=True)
+class Data(tasks.TaskData):
+    """Points on it."""
+
+    points: int = setting(64, "on the line")
+    shown: int = changeable(1, "predictions at the end")
 
 
 def validate(config):

@@ -1,13 +1,23 @@
 """A task whose gradients are noise alone: then the spread of peers follows from who meets whom."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import line_task
 import numpy as np
 
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import setting
 
-FIELDS = {**line_task.FIELDS, "model.size": Field(500, "numbers")}
+
+@dataclass(frozen=True)
+class Model(line_task.Model):
+    """Of the vector."""
+
+    size: int = setting(500, "numbers")
+
+
+Data = line_task.Data
 load, export, validate = line_task.load, line_task.export, line_task.validate
 
 

@@ -1,15 +1,24 @@
 """A task for peers: a line through noisy points in 40 dimensions, whose data may be slow."""
 
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import line_task
 import numpy as np
 
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import changeable
 
-FIELDS = {**line_task.FIELDS, "data.sleep_s": Field(0.0, "per record", may_change=True)}
+
+@dataclass(frozen=True)
+class Data(line_task.Data):
+    """Slow points."""
+
+    sleep_s: float = changeable(0.0, "per record")
+
+
+Model = line_task.Model
 SIZE = 40
 load, export, validate = line_task.load, line_task.export, line_task.validate
 

@@ -20,6 +20,7 @@ class Threads:
     """All stages of a run; a context that stops what reads data."""
 
     def __init__(self, config, workdir, start=0):
+        config = config_lib.parse(config)
         parts.check(config)
         schedule, _ = config_lib.check(config)
         task = tasks.find(config.task).make(config, workdir, announce)

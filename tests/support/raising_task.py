@@ -1,14 +1,22 @@
 """A task that raises in one of its parts, and an optimizer that does."""
 
+from dataclasses import dataclass
+
 import line_task
 import optax
 
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import setting
 
 PARTS = ("validate", "make", "init", "load_params", "loss", "evaluate", "decay_mask", "summary")
 PARTS += ("demonstrate", "measure", "score", "test", "record", "len")
-FIELDS = {**line_task.FIELDS, "model.raises": Field("", "part")}
-load, export = line_task.load, line_task.export
+Data, load, export = line_task.Data, line_task.load, line_task.export
+
+
+@dataclass(frozen=True)
+class Model(line_task.Model):
+    """Of the line."""
+
+    raises: str = setting("", "part")
 
 
 def validate(config):

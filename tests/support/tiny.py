@@ -4,6 +4,7 @@
 0.1
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from decent_jax.optim import METHODS
 from decent_jax.plots import runs as plot
 from decent_jax.train import loop
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import parse
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
@@ -116,7 +118,7 @@ def run(config, folder: Path, **of_loop) -> Path:
         if not of_loop:
             train.run(config, folder)
             return folder
-        with open_experiment(config, folder) as (experiment, work):
+        with open_experiment(parse(config), folder) as (experiment, work):
             loop.train(Synchronous(experiment, work), work, **of_loop)
     return folder
 
@@ -131,7 +133,7 @@ def shared_step(config, task, tx, rate, schedule, placement, *kept):
 
     To trace and lower it takes two thirds of a tiny run.
     """
-    told = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_STEPS.split()}
+    told = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_OF_STEPS.split()}
     if config.lr_schedule.name == "constant":
         del told["steps"]
     if config.task == "toys.waves":

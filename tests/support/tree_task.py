@@ -1,11 +1,13 @@
 """A task whose parameters are a tree of the test's choice, and an optimizer with an empty array."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import line_task
 import optax
 
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import setting
 
 TREES = {
     "plain": lambda slope: {"slope": slope},
@@ -14,7 +16,16 @@ TREES = {
     "empty": lambda slope: {"slope": slope, "adapter": {"w": jnp.zeros((0, 4))}},
     "haiku": lambda slope: {"slope": slope, "mlp/~/linear": {"w": slope}, "mlp": {"b": slope}},
 }
-FIELDS = {**line_task.FIELDS, "model.tree": Field("plain", "of the parameters")}
+
+
+@dataclass(frozen=True)
+class Model(line_task.Model):
+    """Of the line, and its tree."""
+
+    tree: str = setting("plain", "of the parameters")
+
+
+Data = line_task.Data
 load, export, validate = line_task.load, line_task.export, line_task.validate
 
 

@@ -91,7 +91,7 @@ def test_a_config_file_that_does_not_work(call, tmp_path, source, message):
 
 TASK = """
 import line_task
-FIELDS, validate, make = line_task.FIELDS, line_task.validate, line_task.make
+from line_task import *  # noqa
 """
 
 

@@ -16,6 +16,7 @@ from decent_jax import optim, replicas, tasks, topology
 from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("users_hlo")
 
@@ -77,7 +78,7 @@ def compiled(config):
     """A step of 4 replicas on 4 devices, and the bytes of each array of a replica's parameters."""
     schedule, placement = config_lib.make_schedule(config), replicas.place(4, jax.devices()[:4])
     task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
-    tx = algorithm.transformation(config, schedule, 0.01, task.decay_mask)
+    tx = algorithm.transformation(parse(config), schedule, 0.01, task.decay_mask)
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.sharding(x.shape)),
         jax.eval_shape(lambda: step_lib.init_state(config, task, tx, placement)),

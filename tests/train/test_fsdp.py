@@ -15,6 +15,7 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -33,7 +34,7 @@ def trainer(tiny_data):
 def made(config, fsdp):
     placement = replicas.place(4, jax.devices()[: 4 * fsdp], fsdp)
     task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
-    tx = algorithm.transformation(config, SCHEDULE, 0.01, task.decay_mask)
+    tx = algorithm.transformation(parse(config), SCHEDULE, 0.01, task.decay_mask)
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, SCHEDULE, placement)
     state = step_lib.init_state(config, task, tx, placement)
     return step, state, placement, task

@@ -11,6 +11,7 @@ from decent_jax.planner import network, recommend
 from decent_jax.planner.runtime import Workload
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -33,7 +34,7 @@ def test_the_planner_chooses_the_same(nodes, devices, tmp_path):
         if not recommend._is_all_reduce(choice)
     ]
     config = tiny.waves(num_replicas=n, batch_size=n, schedule="auto")
-    auto = experiment.settle(config, devices, tmp_path)
+    auto = experiment.settle(parse(config), devices, tmp_path)
     name = auto.schedule.partition("(")[0]  # its brackets hold the defaults
     ours = next(choice for choice in found if choice.algorithm.name == name)
     fastest = min(choice.prediction.step_s for choice in found)
@@ -85,7 +86,7 @@ def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, 
 )
 def test_auto_on_gpus(n, per_host, settings, wanted, tmp_path):
     config = tiny.waves(num_replicas=n, batch_size=n, schedule="auto", **settings)
-    assert experiment.settle(config, per_host, tmp_path, on_gpus=True).schedule == wanted
+    assert experiment.settle(parse(config), per_host, tmp_path, on_gpus=True).schedule == wanted
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_auto_on_gpus(n, per_host, settings, wanted, tmp_path):
 )
 def test_auto_within_one_host_where_the_other_schedule_cannot_be(settings, tmp_path):
     config = tiny.waves(schedule="auto", **settings)
-    auto = experiment.settle(config, 2, tmp_path)
+    auto = experiment.settle(parse(config), 2, tmp_path)
     assert (auto.schedule, auto.replicas_per_node) == ("one_peer_exp", 1)
 
 

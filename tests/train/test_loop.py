@@ -28,6 +28,7 @@ from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.protocol import Averager, Format
 from decent_jax.peers.step_boundary import CommonProgress, PeerRunner, StepBoundary, number
 from decent_jax.train import ConfigError, TrainingFailed, loop, synchronous
+from decent_jax.train.config import parse
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
 from decent_jax.train.step import make_step
@@ -51,7 +52,7 @@ def test_step_t_trains_on_batch_t(tmp_path):
     """With a learning rate of 0 a row has the loss of the first parameters on its step's batch."""
     config = tiny.waves(steps=3, learning_rate=0.0, model={"dropout": 0.0})
     got = tiny.losses(tiny.run(config, tmp_path / "run"))
-    with open_experiment(config, tmp_path / "other") as (experiment, _):
+    with open_experiment(parse(config), tmp_path / "other") as (experiment, _):
         params, loss = init(experiment).params, experiment.task.loss
         with Feed(experiment, 0, Clock()) as feed:
             batches = [feed.next()[0] for _ in range(3)]

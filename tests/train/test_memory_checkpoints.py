@@ -28,6 +28,7 @@ from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.format import format_bytes
 from decent_jax.train import config as config_lib
 from decent_jax.train import loop, memory_checkpoints, saved_model, shard_file, synchronous
+from decent_jax.train.config import parse
 from decent_jax.train.executable_cache import ExecutableCache, open_cache, version
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
@@ -81,7 +82,7 @@ def configured(**changes):
 
 
 def die(config, folder, steps=10):
-    with pytest.raises(Died), open_experiment(config, folder) as (experiment, work):
+    with pytest.raises(Died), open_experiment(parse(config), folder) as (experiment, work):
         runner = Synchronous(experiment, work)
         with runner.memory:
             loop.train(runner, work, signals=Dies(steps))
@@ -360,7 +361,7 @@ def test_the_memory_is_checked_before_anything_compiles(no_memory, tmp_path):
     config = configured()
     with (
         refused("recovery.every", 4),
-        open_experiment(config, tmp_path / "run") as (experiment, work),
+        open_experiment(parse(config), tmp_path / "run") as (experiment, work),
     ):
         Synchronous(experiment, work)
 
@@ -369,7 +370,7 @@ def test_the_memory_is_checked_before_anything_compiles(no_memory, tmp_path):
 def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeypatch):
     """Space of their old files counts as free."""
     config = configured()
-    with open_experiment(config, tmp_path / "run") as (experiment, work):
+    with open_experiment(parse(config), tmp_path / "run") as (experiment, work):
         shapes = jax.eval_shape(lambda: synchronous.init(experiment))
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
         held = 1000 * (hosts.count(hosts[0]) - 1)
@@ -408,7 +409,7 @@ def test_a_supervised_run_chooses_the_interval(tmp_path, memory, monkeypatch, ca
     )
     clock = Clock(lambda: 10.0 * signals.looks)
     config = configured(recovery={"every": -1}, log={"every": 1})
-    with open_experiment(config, tmp_path / "run") as (experiment, work):
+    with open_experiment(parse(config), tmp_path / "run") as (experiment, work):
         runner = Synchronous(experiment, work)
         with runner.memory:
             loop.train(runner, work, clock=clock, signals=signals)
@@ -421,8 +422,10 @@ def test_a_supervised_run_chooses_the_interval(tmp_path, memory, monkeypatch, ca
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"trainer": "pipelines"}, {"trainer": "peers"}])
 def test_intervals_that_would_never_be_used_are_refused(changes):
     with refused("recovery.every", 4):
-        config_lib.check(configured(**changes))  # as each room does
-    config_lib.check(configured(steps=3, epochs=1.0))  # which count instead of steps
+        config_lib.check(parse(configured(**changes)))  # as each room does
+    config_lib.check(
+        config_lib.parse(configured(steps=3, epochs=1.0))
+    )  # which count instead of steps
 
 
 # --- Which step all have --------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from decent_jax.optim import METHODS
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import parse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -63,7 +64,7 @@ def test_the_seed_decides_what_messages_are_rounded_by():
             config.choco.compressor = "int8" if codec == "int8" else "top_k"
             config.optimizer.decoupled = name != "quasi_global_sgd"
             graph = "complete" if name == "diloco" else "bidirectional_ring"
-            txs[name] = algorithm.transformation(config, topology.make(graph, 4), 0.1)
+            txs[name] = algorithm.transformation(parse(config), topology.make(graph, 4), 0.1)
         one = harness.step_of(harness.together(txs), lambda x: jax.tree.map(jnp.cos, x), 0)
 
         @jax.jit
@@ -88,7 +89,7 @@ def test_gamma_falls_with_the_learning_rate():
     config = tiny.waves(algorithm="decentralized_sgd", gamma=0.8, gamma_lr_exponent=0.5)
     config.optimizer.update(name="sgd", momentum=0.0, weight_decay=0.0)
     schedule = config_lib.make_schedule(config)
-    tx = algorithm.transformation(config, schedule, lambda t: config.learning_rate / 4**t)
+    tx = algorithm.transformation(parse(config), schedule, lambda t: config.learning_rate / 4**t)
     x = np.float32([0, 2, 4, 8])
     state, params = jax.vmap(tx.init)(x), x
     for share in (0.8, 0.4, 0.2):
@@ -127,7 +128,7 @@ def test_what_a_replica_and_a_node_send(changes, replica, node):
     one = tiny.waves(num_replicas=8, **changes)
     schedule = config_lib.make_schedule(one)
     params = {"w": jax.ShapeDtypeStruct((8, 250_000), jnp.float32)}
-    cost = algorithm.cost(one, schedule, step_lib.TrainState(params, (), ()), 4)
+    cost = algorithm.cost(parse(one), schedule, step_lib.TrainState(params, (), ()), 4)
     assert (cost.sent_a_step, cost.sent_by_node) == pytest.approx((replica * 1e6, node * 1e6))
     said = algorithm.describe(one, schedule, cost)
     assert f"sends {format_number(replica)} MB per step (a node of 4 sends " in said

@@ -15,7 +15,7 @@ from decent_jax import topology
 from decent_jax.commands import supervise
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import ConfigError
-from decent_jax.train.config import make_schedule
+from decent_jax.train.config import make_schedule, parse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 HERE = [f"{socket.gethostname()}/{k}" for k in range(4)]
@@ -64,7 +64,7 @@ def test_a_plan_for_another_cluster_is_refused(run, tmp_path):
 def test_a_plan_is_for_devices_that_are_gone(tmp_path):
     plan = save(tmp_path, ("a/0", "b/0", "c/0", "d/0"), topology.make("ring", 4), mix_every=2)
     config = tiny.config("DATA", cluster=plan)
-    changes = supervise.fit(config, 4, 2)
+    changes = supervise.fit(parse(config), 4, 2)
     assert changes["cluster.plan"] == "" and changes["mix_every"] == 2
     assert changes["schedule"] == "ring"
-    assert "schedule" not in supervise.fit(config, 4, 3)  # ring needs an even number
+    assert "schedule" not in supervise.fit(parse(config), 4, 3)  # ring needs an even number

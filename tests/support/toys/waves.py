@@ -2,22 +2,35 @@
 
 import os
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import line_task
 import numpy as np
 
+from decent_jax import tasks
 from decent_jax.ground.errors import DataError
-from decent_jax.ground.fields import Field
+from decent_jax.ground.fields import changeable, setting
 
-FIELDS = {
-    "model.dropout": Field(0.1, "probability that a wave is left out"),
-    "model.waves": Field(16, "hidden units"),
-    "data.damaged": Field(-1, "training point that cannot be read", may_change=True),
-    "data.damaged_eval": Field(-1, "likewise of validation", may_change=True),
-    "data.pause": Field(0.0, "seconds before each step, for signals to arrive", may_change=True),
-}
+
+@dataclass(frozen=True)
+class Model:
+    """Of the waves."""
+
+    dropout: float = setting(0.1, "probability that a wave is left out")
+    waves: int = setting(16, "hidden units")
+
+
+@dataclass(frozen=True)
+class Data(tasks.TaskData):
+    """What goes wrong."""
+
+    damaged: int = changeable(-1, "training point that cannot be read")
+    damaged_eval: int = changeable(-1, "likewise of validation")
+    pause: float = changeable(0.0, "seconds before each step, for signals to arrive")
+
+
 validate = line_task.validate
 
 

@@ -1,0 +1,178 @@
+"""The settings of a run: one frozen dataclass for each section of a config.
+
+Other rooms declare their sections beside their code (`decent_jax.cluster.start.Cluster`, a task's
+``Model`` and ``Data``, those of peers and pipelines); `decent_jax.train.config` adds them.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from decent_jax.cluster.start import Cluster
+from decent_jax.gossip import codecs
+from decent_jax.ground.fields import changeable, section, setting
+from decent_jax.tasks import TaskConfig
+
+# Each entry point of this group of the package's metadata trains configs: a room or a package with
+# SECTIONS, check, run and dry_run; `decent_jax.train.synchronous` needs no sections.
+TRAINERS = {point.name: point for point in entry_points(group="decent_jax.trainers")}
+SYNCHRONOUS = "synchronous"
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """The learning rate over the steps."""
+
+    name: str = setting(
+        "cosine",
+        "shape of the decay",
+        choices=("cosine", "linear", "inverse_sqrt", "step", "constant"),
+    )
+    warmup: int | str = setting("10%", "length of the linear warm-up", duration=True)
+    end_factor: float = setting(
+        0.1, "cosine and linear end at this multiple of the peak", at_least=0
+    )
+    drops: str = setting("30%, 60%, 90%", "with name step: when the learning rate drops")
+    drop_factor: float = setting(0.1, "factor at each drop", at_least=0)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer, the same on every replica."""
+
+    name: str = setting(
+        "",
+        "adam, accum_adam, sgd or muon; empty: the algorithm's; or any optax optimizer, or your "
+        "own, by its dotted name with arguments: optax.contrib.muon(beta=0.9)",
+    )
+    accum_steps: int = setting(
+        4, "steps whose mean gradient enters the moments of accum_adam", at_least=1
+    )
+    momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
+    b1: float = setting(0.9, "decay rate of Adam's first moment", at_least=0, below=1)
+    b2: float = setting(0.999, "decay rate of Adam's second moment", at_least=0, below=1)
+    eps: float = setting(1e-8, "added to the root of Adam's second moment", at_least=0)
+    weight_decay: float = setting(0.0, "per step, multiplied by the learning rate", at_least=0)
+    decoupled: bool = setting(True, "weight decay as in AdamW; False: in the gradient (L2)")
+    clip_norm: float = setting(0.0, "bound on a replica's gradient norm; 0: none", at_least=0)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where replicas are."""
+
+    devices: int = changeable(
+        0, "devices that hold replicas; 0: as many as divide num_replicas", at_least=0
+    )
+    fsdp: int = changeable(1, "devices over which a replica is sharded", at_least=1)
+    sequential_replicas: bool = changeable(
+        False, "compute a device's replicas sequentially, with less memory"
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is saved."""
+
+    every: int | str = changeable(1000, "steps between checkpoints; 0: never", duration=True)
+    every_minutes: float = changeable(10.0, "minutes between them; 0: never", at_least=0)
+    keep: int = changeable(2, "newest checkpoints to keep, besides the best", at_least=1)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What is kept in memory, for the loss of a process; see docs/clusters.md."""
+
+    every: int = changeable(
+        -1,
+        "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
+        at_least=-1,
+    )
+    mirror: bool = changeable(
+        False, "whether each process also mirrors the in-memory checkpoint of another"
+    )
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation of the consensus model."""
+
+    every: int | str = changeable(
+        500, "steps between evaluations; 0: only at the end", duration=True
+    )
+    batches: int = changeable(0, "validation batches per evaluation; 0: all", at_least=0)
+    batch_size: int = changeable(0, "examples per batch; 0: as in training", at_least=0)
+    replicas: bool = changeable(
+        False, "also evaluate each replica: the worst and the mean, such as eval/loss_worst"
+    )
+
+
+@dataclass(frozen=True)
+class Log:
+    """Rows of metrics.jsonl, and where else they go."""
+
+    every: int = changeable(10, "steps per row of metrics.jsonl", at_least=1)
+    trackers: str = changeable("", "tensorboard, wandb or your own classes; comma-separated")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The trace of jax's profiler."""
+
+    count: int = changeable(0, "steps to trace into workdir/profile, after 10", at_least=0)
+
+
+@dataclass(frozen=True)
+class Config(TaskConfig):
+    """All settings of a run that do not depend on its task, its method or its trainer.
+
+    `decent_jax.train.config.parse` returns an instance of a subclass that has those, too: a section
+    for each method with numbers of its own and for each trainer.
+    """
+
+    trainer: str = setting(
+        SYNCHRONOUS,
+        "synchronous: one program; peers: no common step; pipelines: replicas cut into stages",
+    )
+    algorithm: str = setting("accum_adam", "training and communication; see docs/algorithms.md")
+    schedule: str = changeable(
+        "one_peer_exp",
+        "communication graph, see docs/topologies.md; auto: chosen for the hosts; all_reduce "
+        "ignores it",
+    )
+    combine: str = setting(
+        "",
+        "awc: mix the old parameters (adapt with combine); atc: the new ones (adapt then combine)",
+        choices=("awc", "atc", ""),
+    )
+    mix_every: int = setting(1, "steps per round", at_least=1)
+    codec: str = setting("float32", "message format", choices=tuple(codecs.NAMED))
+    replicas_per_node: int = changeable(
+        1, "replicas per node, for schedules that use nodes", at_least=1
+    )
+    gamma_lr_exponent: float = setting(
+        0.0, "multiplies gamma by (learning rate / peak) to this power", at_least=0
+    )
+    same_init: bool = setting(
+        True, "all replicas start equal; False: each draws its own parameters"
+    )
+    max_consensus_distance: float = changeable(
+        0.0, "relative distance above which all replicas are averaged once; 0: never", at_least=0
+    )
+    steps: int = changeable(1000, "updates of each replica", at_least=0)
+    epochs: float = changeable(0.0, "passes over the data; above 0, it replaces steps", at_least=0)
+    max_failing_steps: int = changeable(
+        20, "consecutive steps without a finite update on any replica that end the run", at_least=1
+    )
+    learning_rate: float = setting(1e-3, "peak learning rate", at_least=0)
+    # Numbers of the methods that have no section of their own.
+    gamma: float = setting(1.0, "consensus factor, in [0, 1]; 1: the mix")
+    mix_rounds: int = setting(1, "rounds per mixing step, one after the other")
+    lr_schedule: LrSchedule = section(LrSchedule)
+    optimizer: Optimizer = section(Optimizer)
+    mesh: Mesh = section(Mesh)
+    checkpoint: Checkpoint = section(Checkpoint)
+    recovery: Recovery = section(Recovery)
+    eval: Eval = section(Eval)
+    log: Log = section(Log)
+    profile: Profile = section(Profile)
+    cluster: Cluster = section(Cluster)
