@@ -14,7 +14,8 @@ import numpy as np
 
 from decent_jax.tasks import image_classification
 
-FIELDS, validate = image_classification.FIELDS, image_classification.validate
+Model, Data = image_classification.Model, image_classification.Data
+validate = image_classification.validate
 load, export = image_classification.load, image_classification.export
 SLOW = ("peers", "0")  # the end of the folder of the slow peer
 

@@ -122,7 +122,7 @@ def check_resources(config: Any, section: str, count: int, there: Mapping[str, f
       there: what Ray has, by its names.
     """
     for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
-        field, each = f"{section}.{name}", getattr(config, section)[name]
+        field, each = f"{section}.{name}", getattr(getattr(config, section), name)
         if count * each > there.get(resource, 0.0):
             raise ConfigError(
                 f"{count} {section} actors of {field} {each:g} need {count * each:g} "

@@ -26,7 +26,7 @@ def decentralized(
     *,
     gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
     mix_rounds: Annotated[int, "rounds per mixing step, one after the other"] = 1,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
 
     Replica i holds its own ``x_i`` and its own state of ``inner``; only parameters are sent.
@@ -152,7 +152,7 @@ def gossiped_momentum(
     combine: str = "atc",
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Gossip in which the momentum is averaged like the parameters.
 
     With heavy-ball momentum inside (``optax.sgd(lr, momentum)``):
@@ -241,7 +241,7 @@ def all_reduce(
     inner: optax.GradientTransformation,
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""The baseline: every replica applies ``inner`` to the mean gradient.
 
     .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)

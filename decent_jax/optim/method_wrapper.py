@@ -164,7 +164,7 @@ def method(
     axis_name: AxisName | None = "replica",
     early: Callable[[Any, Any, Any], Any] | None = None,
     delayed: Delayed | None = None,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     """A method, built from one step that is written for one replica.
 
     A replica that makes no update in a step, because the update is rejected or the replica is not
@@ -317,7 +317,9 @@ class Feedback:
         return mean, optax.tree.sub(e, q)
 
 
-def no_rounds(tx: optax.GradientTransformationExtraArgs, replica: int | None = None) -> Method:
+def no_rounds(
+    tx: optax.GradientTransformationExtraArgs, replica: int | None = None
+) -> optax.GradientTransformationExtraArgs:
     """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
 
     def update(updates, state, params=None, **given):

@@ -9,7 +9,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Feedback, Method, Mixing
+from decent_jax.optim.method_wrapper import Feedback, Mixing
 from decent_jax.optim.outer_steps import descend, movement, outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Pairwise, model_bytes, register
 from decent_jax.topology import Schedule
@@ -31,7 +31,7 @@ def diloco(
     decay: Annotated[
         float, "share of a message's rounding error added to the next, in [0, 1]"
     ] = 0.95,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: many local steps, then an outer optimizer step on their average movement.
 
     The parameters are cut, in order, into ``fragments`` of about equal size. Round r of the
@@ -126,7 +126,7 @@ def noloco(
     outer_momentum: Annotated[
         float, "factor of the last movement, in [0, 1); alpha in the paper"
     ] = 0.5,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
 
     Every replica has its own outer parameters ``theta_i`` and momentum:

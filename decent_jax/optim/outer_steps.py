@@ -12,7 +12,7 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Delayed, Method, Mixing, method
+from decent_jax.optim.method_wrapper import Delayed, Mixing, method
 
 Arrays = list[jax.Array]
 
@@ -33,7 +33,7 @@ def outer_steps(
     fragments: int = 1,
     delay: int = 0,
     carry: bool = False,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     """Local steps, and in every round an outer step on one fragment.
 
     Args:

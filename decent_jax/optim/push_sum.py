@@ -8,7 +8,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.optim import trees
-from decent_jax.optim.method_wrapper import Method, Mixing, method
+from decent_jax.optim.method_wrapper import Mixing, method
 from decent_jax.optim.registry import register
 from decent_jax.topology import Schedule
 
@@ -21,7 +21,7 @@ class PushSumState(NamedTuple):
 
 def push_sum(
     inner: optax.GradientTransformation, schedule: Schedule, axis_name: AxisName = "replica"
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
 
     With P column stochastic (``P_ij`` is the share of itself that j sends to i), biased

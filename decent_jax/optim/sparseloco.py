@@ -8,7 +8,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.sparse import ChunkedTopK
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Feedback, Method, Mixing
+from decent_jax.optim.method_wrapper import Feedback, Mixing
 from decent_jax.optim.outer_steps import movement, outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Parts, coded_bytes, register
 from decent_jax.topology import Schedule
@@ -29,7 +29,7 @@ def sparseloco(
     clipped: Annotated[bool, "True: clip messages to their median norm"] = False,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
     carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo with sparse messages and error feedback.
 
     With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of

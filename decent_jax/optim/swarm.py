@@ -13,7 +13,7 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Lattice
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Method, method
+from decent_jax.optim.method_wrapper import method
 from decent_jax.optim.registry import BOTH, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
@@ -33,7 +33,7 @@ def swarm(
     distance: float = FIRST_DISTANCE,
     *,
     bits: Annotated[int, "8, 16 or 32, per parameter"] = 32,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Random pairs average; in between, every replica makes local steps.
 
     In a round in which i averages with j (a replica without a partner only makes its local step):

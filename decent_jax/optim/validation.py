@@ -262,6 +262,8 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
 
 def mix_rounds(count: int, schedule: Schedule) -> None:
     """At least one round per step; several only of distinct rounds, which numbers tell apart."""
+    if isinstance(count, jax.Array):  # optax.inject_hyperparams makes one of every number
+        raise ValueError("mix_rounds must be an int: inject_hyperparams needs static_args")
     if count < 1:
         raise ValueError(f"mix_rounds must be at least 1, got {count}")
     if count > 1 and len({id(rnd) for rnd in schedule.rounds}) < schedule.period:

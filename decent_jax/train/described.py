@@ -275,7 +275,7 @@ def _refusal(config: Config, on: Target, words: str) -> ConfigError:
 
 
 def _too_large(config: Config, on: Target, used: str, there: str) -> ConfigError:
-    remat = ", model.remat=True" if "remat" in config.model and not config.model.remat else ""
+    remat = ", model.remat=True" if not getattr(config.model, "remat", True) else ""
     smaller = f"more micro_batches (now {config.micro_batches}){remat}"
     return _refused(
         on.name,

@@ -51,7 +51,7 @@ MOST_LINES = {
     "topology": 791,
     "gossip": 866,
     "replicas": 198,
-    "optim": 1403,
+    "optim": 1407,
     "models": 1417,
     "data": 3481,
     "tasks": 1115,

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("topology", "gossip", "replicas", "optim")
 # A named tuple of optax, which says so only to itself.
-OF_OTHERS = {"decent_jax.optim.Method", "decent_jax.optim.method_wrapper.Method"}
+OF_OTHERS = {f"decent_jax.optim.{name}" for name in ("Method", "as_method")}
+OF_OTHERS |= {f"decent_jax.optim.method_wrapper.{name}" for name in ("Method", "as_method")}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from decent_jax import peers, train
 from decent_jax.commands import main as command
 from decent_jax.ground import extras
 from decent_jax.peers.__main__ import main
+from decent_jax.train.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
@@ -209,7 +210,7 @@ def test_no_ray_is_one_sentence(monkeypatch):
         extras.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name)
     )
     with pytest.raises(extras.Unavailable, match=r"pip install 'decent_jax\[peers\]'"):
-        peers.run(config, "run")
+        peers.run(parse(config), "run")
 
 
 def test_an_address_where_nobody_listens_ends_with_2(variables, tmp_path, monkeypatch, capsys):

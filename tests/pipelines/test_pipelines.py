@@ -15,6 +15,7 @@ from decent_jax.ground.errors import PeerLost
 from decent_jax.pipelines.executor import Mailbox, StageExecutor, open_batches
 from decent_jax.pipelines.part import total_norm
 from decent_jax.plan import orders
+from decent_jax.train import config as config_lib
 from decent_jax.train import xla
 from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
@@ -148,7 +149,8 @@ def test_losses_and_parameters_equal_the_run_without_stages(
             alone = StageExecutor(
                 threads.stages[0], Mailbox(), lambda to, key, _: sent.append((to, key))
             )
-            alone.config.update(eval={"batch_size": 2}, cluster={"exchange_s": 0})
+            changes = {"eval.batch_size": 2, "cluster.exchange_s": 0}
+            alone.config = config_lib.changed(alone.config, **changes)
             with refuses("stage 1 has sent no credit of step 0", error=PeerLost):
                 alone.evaluate()
             kinds = ["table to evaluate", *4 * ["evaluated activation"]]

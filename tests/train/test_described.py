@@ -28,7 +28,7 @@ def small(on, **changes):
     sizes = {"layers": 1, "heads": 2, "width": 128, "context": 32, "vocab_size": 256}
     config.model.update(dtype="bfloat16", bias=False, **sizes)
     config.num_replicas = config.batch_size = sum(map(len, on.by_process))
-    return config_lib.changed(config, **changes)
+    return config_lib.changed(config_lib.parse(config), **changes)
 
 
 def kernels_of(on, **changes):
@@ -106,7 +106,7 @@ def on_two_hosts_of_four(monkeypatch):
         on = described.Target("h100:2x4", [devices[:4], devices[4:]], memory, clock)
         monkeypatch.setattr(described, "target", lambda text: on)
         config = tiny.waves(**({"mesh": {"devices": 0}} | changes))
-        return described.check_on(config, "h100:2x4")
+        return described.check_on(config_lib.parse(config), "h100:2x4")
 
     return check
 
@@ -172,7 +172,8 @@ def test_what_does_not_fit_a_tpu_says_how_much_is_there(words, check_on, monkeyp
 def test_cudnn_is_not_for_tpus(monkeypatch, tiny_data):
     monkeypatch.setattr(described, "target", lambda text: described.Target(text, [], 0, 1e9))
     with refused("model.attention", "cudnn"):
-        described.check_on(tiny.config(tiny_data, model={"attention": "cudnn"}), "v5e:2x2")
+        config = tiny.config(tiny_data, model={"attention": "cudnn"})
+        described.check_on(config_lib.parse(config), "v5e:2x2")
 
 
 def test_the_command(call, monkeypatch):

@@ -10,7 +10,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import TopK
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Method, Mixing, filled, method
+from decent_jax.optim.method_wrapper import Mixing, filled, method
 from decent_jax.optim.registry import Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
@@ -32,7 +32,7 @@ def choco(
     compressor: Annotated[str, '"top_k" or "int8"'] = "top_k",
     fraction: Annotated[float, 'share of each array that "top_k" sends, in (0, 1]'] = 0.1,
     gamma: Annotated[float, "consensus step size"] = 0.2,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Replicas keep public copies of each other, corrected by compressed messages.
 
     With ``x_hat_i`` the public copy of replica i, C the compressor and ``Delta_i`` the

@@ -8,7 +8,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Method, Mixing, filled, method
+from decent_jax.optim.method_wrapper import Mixing, filled, method
 from decent_jax.optim.registry import BOTH, register
 from decent_jax.topology import Schedule
 
@@ -25,7 +25,7 @@ def exact_diffusion(
     axis_name: AxisName = "replica",
     mix_every: int = 1,
     codec: Codec | None = None,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Adapt, correct by the change of the last combination, combine.
 
     With ``W_bar = (I + W)/2`` and ``Delta_i`` the update of ``inner``:
@@ -56,7 +56,7 @@ def d2(
     axis_name: AxisName = "replica",
     mix_every: int = 1,
     codec: Codec | None = None,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""D2: `exact_diffusion` with W itself; consensus is twice as fast where it is stable.
 
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
@@ -105,7 +105,7 @@ def gradient_tracking(
     combine: str = "awc",
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Every replica tracks the average gradient and steps along it.
 
     .. math::

@@ -9,7 +9,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Method, Mixing, filled, method, rate_at
+from decent_jax.optim.method_wrapper import Mixing, filled, method, rate_at
 from decent_jax.optim.registry import register
 from decent_jax.topology import Schedule
 
@@ -29,7 +29,7 @@ def quasi_global_sgd(
     codec: Codec | None = None,
     *,
     mu: Annotated[float, "decay of the momentum, in [0, 1)"] = 0.9,
-) -> Method:
+) -> optax.GradientTransformationExtraArgs:
     r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
 
     .. math::
