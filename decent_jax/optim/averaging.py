@@ -25,7 +25,7 @@ def decentralized(
     codec: Codec | None = None,
     *,
     gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
-    mix_rounds: Annotated[int, "rounds per mixing step, one after the other"] = 1,
+    mix_rounds: Annotated[int | None, "rounds per mixing step, one after the other"] = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
 
@@ -71,7 +71,7 @@ def decentralized(
       gamma: consensus step size, a number or an optax schedule of the step:
         ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
         arXiv 2602.02899, uses a power of the learning rate over its peak).
-      mix_rounds: k, rounds per mixing step: ``round=r`` stands for rounds ``k r`` to
+      mix_rounds: k, rounds per mixing step, None for one: ``round=r`` stands for rounds ``k r`` to
         ``k r + k - 1`` of the schedule, modulo its period, whose product is W.
 
     Returns:
@@ -110,15 +110,15 @@ def decentralized(
     """
     validation.combine(combine)
     validation.not_negative("gamma", gamma)
-    validation.mix_rounds(mix_rounds, schedule)
+    times = validation.mix_rounds(mix_rounds, schedule)
     mixing = Mixing(schedule, axis_name, codec, "decentralized")
 
     def mix(params, round, count, after=None):
         rounds, mixed = [round], params
-        if mix_rounds > 1 and not (round is None or isinstance(round, gossip.Simulated)):
-            first, period = mix_rounds * operator.index(round), schedule.period
+        if times > 1 and not (round is None or isinstance(round, gossip.Simulated)):
+            first, period = times * operator.index(round), schedule.period
             if round in range(period):  # else `mixing` says what is wrong
-                rounds = [(first + k) % period for k in range(mix_rounds)]
+                rounds = [(first + k) % period for k in range(times)]
         for k, r in enumerate(rounds):
             mixed = mixing(mixed, r, count, after, nth=k)
         if round is None or (isinstance(gamma, float | int) and gamma == 1):
@@ -296,7 +296,7 @@ register("all_reduce", all_reduce, optimizers=ADAM_FIRST, orders=BOTH)
 _GOSSIP: dict[str, Any] = {
     "orders": BOTH,
     "section": "",
-    "sent": lambda params, parts, own: own["mix_rounds"] * model_bytes(params, parts, own),
+    "sent": lambda params, parts, own: (own["mix_rounds"] or 1) * model_bytes(params, parts, own),
 }
 register("decentralized_adam", decentralized, optimizers=("adam",), **_GOSSIP)
 register("accum_adam", decentralized, optimizers=("accum_adam",), **_GOSSIP)

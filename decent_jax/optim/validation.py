@@ -260,16 +260,20 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
         )
 
 
-def mix_rounds(count: int, schedule: Schedule) -> None:
-    """At least one round per step; several only of distinct rounds, which numbers tell apart."""
-    if isinstance(count, jax.Array):  # optax.inject_hyperparams makes one of every number
-        raise ValueError("mix_rounds must be an int: inject_hyperparams needs static_args")
+def mix_rounds(count: int | None, schedule: Schedule) -> int:
+    """The rounds per step, 1 for None; several only of rounds that their numbers tell apart."""
+    if isinstance(count, jax.Array):  # optax.inject_hyperparams makes one of a given number
+        raise ValueError(
+            'mix_rounds must be an int: give inject_hyperparams static_args="mix_rounds"'
+        )
+    count = 1 if count is None else count
     if count < 1:
         raise ValueError(f"mix_rounds must be at least 1, got {count}")
     if count > 1 and len({id(rnd) for rnd in schedule.rounds}) < schedule.period:
         raise ValueError(
             f"mix_rounds must be 1, got {count}: {schedule.name} repeats a round within its period"
         )
+    return count
 
 
 def matchings(method: str, schedule: Schedule) -> None:

@@ -10,12 +10,14 @@ from importlib.metadata import entry_points
 from decent_jax.cluster.start import Cluster
 from decent_jax.gossip import codecs
 from decent_jax.ground.fields import changeable, section, setting
+from decent_jax.optim import METHODS
 from decent_jax.tasks import TaskConfig
 
 # Each entry point of this group of the package's metadata trains configs: a room or a package with
 # SECTIONS, check, run and dry_run; `decent_jax.train.synchronous` needs no sections.
 TRAINERS = {point.name: point for point in entry_points(group="decent_jax.trainers")}
 SYNCHRONOUS = "synchronous"
+_GOSSIP = METHODS["decentralized_sgd"]  # whose numbers have no section
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,8 @@ class Config(TaskConfig):
         20, "consecutive steps without a finite update on any replica that end the run", at_least=1
     )
     learning_rate: float = setting(1e-3, "peak learning rate", at_least=0)
-    # Numbers of the methods that have no section of their own.
-    gamma: float = setting(1.0, "consensus factor, in [0, 1]; 1: the mix")
-    mix_rounds: int = setting(1, "rounds per mixing step, one after the other")
+    gamma: float = setting(_GOSSIP.numbers["gamma"], _GOSSIP.help["gamma"])
+    mix_rounds: int = setting(1, _GOSSIP.help["mix_rounds"])
     lr_schedule: LrSchedule = section(LrSchedule)
     optimizer: Optimizer = section(Optimizer)
     mesh: Mesh = section(Mesh)
