@@ -69,14 +69,12 @@ def run(txs, steps):
     return all_steps(dict.fromkeys(txs, start()))
 
 
-def test_an_optimizer_mixes_or_is_refused():
-    """Zero gradients bring replicas to their mean; with targets of their own they stay together.
-
-    Every second one in the order "atc".
-    """
+@pytest.mark.parametrize("combine", ["awc", "atc"])
+def test_an_optimizer_mixes_or_is_refused(combine):
+    """Zero gradients bring replicas to their mean; with targets of their own they stay together."""
     accepted, refused = {}, {}
-    for number, (name, inner) in enumerate(optimizers().items()):
-        tx = optim.decentralized(inner, RING, ("awc", "atc")[number % 2])
+    for name, inner in optimizers().items():
+        tx = optim.decentralized(inner, RING, combine)
         try:
             x = jax.tree.map(lambda x: x[0], start())
             state = jax.eval_shape(tx.init, x)
