@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from decent_jax.cluster import start as cluster
+from decent_jax.cluster import launchers
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError
 
@@ -153,7 +153,7 @@ def enter(log: Path, launched_from: str) -> None:
 
 def leave_launcher() -> None:
     """Forget that SLURM or another launcher started this process with others: Ray joins them."""
-    for variable in (*(own for own, _ in cluster.LAUNCHERS.values()), *cluster.UNREAD.values()):
+    for variable in (*(own for own, _ in launchers.LAUNCHERS.values()), *launchers.UNREAD.values()):
         os.environ.pop(variable, None)
 
 

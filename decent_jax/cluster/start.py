@@ -16,7 +16,7 @@ import numpy as np
 from jax._src import xla_bridge  # nothing public says whether jax has been used
 from jax.experimental import multihost_utils
 
-from decent_jax.cluster import rendezvous, watch
+from decent_jax.cluster import launchers, rendezvous, watch
 from decent_jax.cluster.supervise import end_with_supervisor
 from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.ground.fields import changeable, check_rules
@@ -43,28 +43,9 @@ class Cluster:
     exchange_s: int = changeable(600, "timeout of a message, in seconds", at_least=1)
 
 
-# The variable that identifies a launcher, and those that have the number of processes, if any. In
-# the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
-# Open MPI comes first, since in a job of SLURM its processes have variables of a step that has one
-# task on each node.
-LAUNCHERS = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-    "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
-    "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
-}
-# In which others, of which nothing else is read, have the number of processes.
-UNREAD = {
-    "torchrun": "WORLD_SIZE",
-    "MPICH, Intel MPI or PALS": "PMI_SIZE",
-    "MVAPICH": "MV2_COMM_WORLD_SIZE",
-    "jsrun": "JSM_NAMESPACE_SIZE",
-    "Flux": "FLUX_JOB_SIZE",
-    "whoever set it": "JAX_NUM_PROCESSES",
-}
 # Settings of jax under which the same seed and the same program give other numbers.
 _ALIKE = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 _ALIKE += ("jax_default_matmul_precision",)
-_BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id"
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
@@ -103,16 +84,16 @@ def start(config: Any, folder: str | Path = ".") -> str:
     cluster = config.cluster
     end_with_supervisor(cluster.heartbeat_s)
     _threads_for_simulated_devices()
-    launcher = detect_launcher()
+    launcher = launchers.detect_launcher()
     if jax.distributed.is_initialized():
         return f"process {jax.process_index()} of {jax.process_count()}"
     if not cluster.coordinator and launcher is None:
-        check_unread(1)
+        launchers.check_unread(1)
         open_devices()
         return "one process (no coordinator in the config, no launcher detected)"
     place = _place(cluster, launcher)
     if not cluster.coordinator:
-        check_unread(place.count)
+        launchers.check_unread(place.count)
     if xla_bridge.backends_are_initialized():
         raise ConfigError(
             "the config file or the task has used jax, which can then no longer join other "
@@ -167,7 +148,7 @@ def _place(cluster: Cluster, launcher: str | None) -> _Place:
     """The place that the config names, or that jax reads off the launcher's variables."""
     listed = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
     devices = [
-        _number("JAX_LOCAL_DEVICE_IDS", word) for word in listed.split(",") if listed
+        launchers.number_in("JAX_LOCAL_DEVICE_IDS", word) for word in listed.split(",") if listed
     ] or None
     if cluster.coordinator:
         return _Place(cluster.coordinator, cluster.num_processes, cluster.process_id, devices)
@@ -184,45 +165,23 @@ def _place(cluster: Cluster, launcher: str | None) -> _Place:
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{launcher} started this process, but its variables cannot be used "
-            f"({type(error).__name__}: {error}); {_BY_HAND}"
+            f"({type(error).__name__}: {error}); {launchers.BY_HAND}"
         ) from None
     address, count, index, devices = detected
     another = launcher == "Open MPI" and not OmpiCluster.is_env_present()  # SLURM's, for instance
     if another or address is None or count is None or index is None:
         raise ConfigError(
             f"{launcher} started this process, but jax does not know how to find the others; "
-            f"{_BY_HAND}"
+            f"{launchers.BY_HAND}"
         )
     if launcher == "SLURM":
-        count = _size(LAUNCHERS[launcher][1]) or count
-        host = first_host(os.environ.get("SLURM_STEP_NODELIST", ""))  # jax reads one bracket of it
+        count = launchers.size_of(launcher) or count
+        host = launchers.first_host(
+            os.environ.get("SLURM_STEP_NODELIST", "")
+        )  # jax reads one bracket of it
         if host and "JAX_COORDINATOR_ADDRESS" not in os.environ:
             address = f"{host}:{address.rpartition(':')[2]}"
     return _Place(address, count, index, devices)
-
-
-def check_unread(count: int) -> None:
-    """Raises ConfigError where another launcher has started this process with others.
-
-    Each of them would train alone.
-
-    Args:
-      count: processes that find each other by what is read.
-    """
-    for name, variable in UNREAD.items():
-        told = os.environ.get(variable, "")
-        if told.isdecimal() and int(told) > 1 and int(told) != count:
-            others = "this one is alone" if count == 1 else f"{count} find each other"
-            raise ConfigError(
-                f"{name} started {told} processes, as {variable} says, and {others}; {_BY_HAND}, "
-                f"or unset {variable}",
-                field=variable,
-                value=told,
-            )
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if count == 1 and address and not any(own in os.environ for own, _ in LAUNCHERS.values()):
-        why = f"names the process 0 of others, and this one is alone: {_BY_HAND}, or unset it"
-        raise ConfigError.about("JAX_COORDINATOR_ADDRESS", address, why)
 
 
 def check_interface(wanted: str) -> None:
@@ -305,49 +264,6 @@ def limit_exchanges(seconds: int) -> None:
         if name not in flags:
             flags += f" --{name}={seconds}"
     os.environ["XLA_FLAGS"] = flags.strip()
-
-
-def detect_launcher() -> str | None:
-    """The name of the launcher that started this process together with others, if any."""
-    for name, (variable, sizes) in LAUNCHERS.items():
-        if variable in os.environ and (not sizes or (_size(sizes) or 1) > 1):
-            return name
-    return "Cloud TPU" if _on_several_tpu_hosts() else None
-
-
-def _size(variables: Sequence[str]) -> int | None:
-    """What the first of these variables that is set says."""
-    variable = next((name for name in variables if name in os.environ), None)
-    return None if variable is None else _number(variable, os.environ[variable])
-
-
-def first_host(listed: str) -> str:
-    """The first host of a list as SLURM writes it.
-
-    >>> [first_host(x) for x in ("a,b", "rack[0-1]node[2-3]", "node[01-02,7]-ib", "c[9]")]
-    ['a', 'rack0node2', 'node01-ib', 'c9']
-    """
-    first = re.split(r",(?![^\[]*\])", listed)[0]
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
-
-
-def _on_several_tpu_hosts() -> bool:
-    """Whether this is a host of a TPU pod; jax reads its variables or the machine's metadata."""
-    from jax._src import cloud_tpu_init, clusters
-
-    if not cloud_tpu_init.running_in_cloud_tpu_vm:
-        return False
-    here = (env for env in clusters.ClusterEnv._cluster_types if "tpu" in env.name)
-    launcher = next((env for env in here if env.is_env_present()), None)
-    return launcher is not None and launcher.get_process_count() > 1
-
-
-def _number(variable: str, text: str) -> int:
-    """The number that a variable of the environment holds, or one of those that it lists."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError.about(variable, text, "must hold whole numbers") from None
 
 
 def _threads_for_simulated_devices() -> None:

@@ -23,6 +23,7 @@ from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import airbench, resnet, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, impossible_model
+from decent_jax.tasks.augmentation import augment, logits_of_views, normalize
 
 GENERATED = "generated"
 CROPS = ("resized", "whole")
@@ -300,64 +301,6 @@ class ImageClassification(Task):
 
 
 # --- On the device ------------------------------------------------------------------------------
-
-
-def normalize(images: Any) -> Any:
-    """uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation removed.
-
-    NumPy arrays stay such.
-    """
-    mean, std = (np.array(x, np.float32).reshape(1, 1, 1, 3) for x in (resnet.MEAN, resnet.STD))
-    return (images.astype(jnp.float32) / 255 - mean) / std
-
-
-def augment(
-    key: jax.Array, images: jax.Array, *, flip: bool, shift: int, border: str = "zeros"
-) -> jax.Array:
-    """Mirrors half of the images and shifts each by up to ``shift`` pixels.
-
-    Args:
-      key: for the random choices.
-      images: ``(B, H, W, C)`` floats, normalized.
-      flip: whether to mirror.
-      shift: pixels, along both axes.
-      border: fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels there.
-
-    Returns:
-      The same shape and dtype.
-    """
-    flip_key, shift_key = jax.random.split(key)
-    count, *shape = images.shape
-    if flip:
-        mirrored = jax.random.bernoulli(flip_key, 0.5, (count, 1, 1, 1))
-        images = jnp.where(mirrored, images[:, :, ::-1], images)
-    if shift:
-        corners = jax.random.randint(shift_key, (count, 2), 0, 2 * shift + 1)
-        sides = ((0, 0), (shift, shift), (shift, shift), (0, 0))
-        padded = jnp.pad(images, sides, mode="reflect" if border == "reflect" else "constant")
-        images = jax.vmap(
-            lambda image, corner: jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), shape)
-        )(padded, corners)
-    return images
-
-
-def logits_of_views(logits_of: Callable, images: jax.Array) -> jax.Array:
-    """Mean logits of an image, its mirror image, and both shifted by a pixel in two directions.
-
-    The unshifted ones have half of the weight (Jordan, 2024).
-
-    Args:
-      logits_of: ``(B, H, W, C)`` to ``(B, K)``.
-      images: normalized.
-    """
-    _, height, width, _ = images.shape
-    padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
-
-    def of_pair(corner):
-        moved = padded[:, corner : corner + height, corner : corner + width]
-        return logits_of(moved) + logits_of(moved[:, :, ::-1])
-
-    return (2 * of_pair(1) + of_pair(0) + of_pair(2)) / 8
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:

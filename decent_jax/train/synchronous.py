@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from decent_jax.train.goodput import Clock, Idle, peak
 from decent_jax.train.memory_checkpoints import MemoryCheckpoints, open_memory_checkpoints
 from decent_jax.train.settings import Config
 from decent_jax.train.step import TrainState, make_step
+from decent_jax.train.step_trace import StepTrace
 from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
 TIMED = 3  # steps of each kind in a dry run
 COMPILERS = 2  # threads: compilation takes some GiB per program, and cores that steps need
-TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
 check = config_lib.check  # the interface of `decent_jax.train.config.TRAINERS`
 
@@ -112,7 +112,7 @@ class Synchronous:
         folder = None if self.memory is None else self.memory.folder
         cache = open_cache(experiment.config, folder, experiment.placement)
         self.programs = Programs(experiment, work, clock, self.cost, self.first, cache)
-        self._profile = Profile(experiment.config.profile.count, work.path, work.say)
+        self._profile = StepTrace(experiment.config.profile.count, work.path, work.say)
         self._steps = experiment.steps
         self._feed = Feed(experiment, start + ahead, clock)
         self._done = start
@@ -411,41 +411,3 @@ class Programs:
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     """The abstract array for compilation; a step may donate the array itself meanwhile."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-class Profile:
-    """Traces ``count`` steps after the first `TRACED_AFTER` of a run; 0 traces none.
-
-    Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
-    under ``workdir/profile``.
-
-    If messages overlap several steps, the trace starts and ends between these blocks.
-    """
-
-    def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):
-        self._count, self._folder, self._say = count, workdir / "profile", say
-        self._tracing, self._began = False, 0
-
-    def turn(self, t: int, steps: int, state: Any) -> None:
-        """Before ``steps`` from t on: start or end the trace, once ``state`` is computed."""
-        if t >= self._began + self._count:
-            self.finish(t, state)
-        if self._count and t <= TRACED_AFTER < t + steps:
-            jax.block_until_ready(state)
-            jax.profiler.start_trace(self._folder)
-            self._tracing, self._began = True, t
-
-    def finish(self, t: int, state: Any) -> None:
-        """End the trace, if there is one, after ``t`` steps of the run."""
-        if self._tracing:
-            jax.block_until_ready(state)
-            jax.profiler.stop_trace()
-            self._tracing = False
-            self._say(f"a trace of steps {self._began + 1} to {t} is in {self._folder}")
-
-    def __enter__(self) -> "Profile":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._tracing:  # the run ended early: keep the partial trace
-            jax.profiler.stop_trace()

@@ -11,7 +11,7 @@ import yaml
 from refusals import refused, refuses
 from several import slurm, until
 
-from decent_jax.cluster import start
+from decent_jax.cluster import launchers, start
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
@@ -88,7 +88,7 @@ def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host,
     for index in range(2):
         for name, value in variables(index).items():
             monkeypatch.setenv(name, value)
-        assert start.detect_launcher() == launcher
+        assert launchers.detect_launcher() == launcher
         place = start._place(config_lib.default_config().cluster, launcher)
         assert place == (f"{host}:9876", 2, index, [index])
 
@@ -114,9 +114,9 @@ def test_the_interactive_shell_of_salloc_is_one_process(monkeypatch):
     """SLURM_NTASKS is what srun could start from there; a step of srun has its own count."""
     for name, value in (slurm(9876, 4, 0) | {"SLURM_STEP_NUM_TASKS": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert start.detect_launcher() is None
+    assert launchers.detect_launcher() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert start._place(config_lib.default_config().cluster, start.detect_launcher()).count == 2
+    assert start._place(config_lib.default_config().cluster, launchers.detect_launcher()).count == 2
 
 
 def test_mpirun_in_a_job_of_slurm(monkeypatch):
@@ -124,7 +124,7 @@ def test_mpirun_in_a_job_of_slurm(monkeypatch):
     step = slurm(9876, 2, 1) | {"SLURM_STEP_NUM_TASKS": "2"}
     for name, value in (step | open_mpi_4(9876, 0) | {"OMPI_COMM_WORLD_SIZE": "8"}).items():
         monkeypatch.setenv(name, value)
-    assert start.detect_launcher() == "Open MPI"
+    assert launchers.detect_launcher() == "Open MPI"
     cluster = config_lib.default_config().cluster
     assert start._place(cluster, "Open MPI")[:3] == ("127.0.0.1:9876", 8, 0)
     monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")  # as of Open MPI 5, which jax cannot read
@@ -134,12 +134,12 @@ def test_mpirun_in_a_job_of_slurm(monkeypatch):
 
 @pytest.fixture
 def without_launchers(monkeypatch):
-    for variable in (*(own for own, _ in start.LAUNCHERS.values()), *start.UNREAD.values()):
+    for variable in (*(own for own, _ in launchers.LAUNCHERS.values()), *launchers.UNREAD.values()):
         monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.mark.usefixtures("without_launchers")
-@pytest.mark.parametrize("variable", [*start.UNREAD.values(), "JAX_COORDINATOR_ADDRESS"])
+@pytest.mark.parametrize("variable", [*launchers.UNREAD.values(), "JAX_COORDINATOR_ADDRESS"])
 def test_processes_of_a_launcher_that_is_not_read_do_not_train_alone(variable, monkeypatch, joins):
     """Four processes of torchrun trained four models, one of them into the folder."""
     told = "host:99" if variable == "JAX_COORDINATOR_ADDRESS" else "4"
@@ -159,12 +159,12 @@ def test_processes_of_a_launcher_that_is_not_read_do_not_train_alone(variable, m
 def test_torchrun_on_each_node_of_slurm(told, monkeypatch):
     for name, value in (slurm(9876, 2, 0) | {"WORLD_SIZE": told}).items():
         monkeypatch.setenv(name, value)
-    place = start._place(config_lib.default_config().cluster, start.detect_launcher())
+    place = start._place(config_lib.default_config().cluster, launchers.detect_launcher())
     if told == "2":  # as a script of SLURM exports it for others
-        start.check_unread(place.count)
+        launchers.check_unread(place.count)
         return
     with refused("WORLD_SIZE", told):
-        start.check_unread(place.count)
+        launchers.check_unread(place.count)
 
 
 def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
@@ -244,7 +244,7 @@ def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
             if flag.startswith("--config.cluster.")
         ]
         config = flags.override_all(config_lib.default_config(), config_flags)
-        place = start._place(config.cluster, start.detect_launcher())
+        place = start._place(config.cluster, launchers.detect_launcher())
         assert place == ("decent-jax-0.decent-jax:9876", 4, index, None)
 
 

@@ -6,6 +6,7 @@ import pytest
 import tiny
 from refusals import refuses
 
+from decent_jax.cluster import launchers
 from decent_jax.cluster import start as cluster
 from decent_jax.planner import network, recommend
 from decent_jax.planner.runtime import Workload
@@ -115,7 +116,7 @@ def test_a_tpu_pod_is_left_to_jax(count, monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", ",".join(["localhost", "other"][:count]))
     monkeypatch.setenv("TPU_WORKER_ID", str(count - 1))
-    launcher = cluster.detect_launcher()
+    launcher = launchers.detect_launcher()
     assert launcher == (None if count == 1 else "Cloud TPU")
     if launcher:
         place = cluster._place(config_lib.default_config().cluster, launcher)

@@ -21,6 +21,14 @@ from typing import Any
 import numpy as np
 
 from decent_jax.data.reading import entries_of
+from decent_jax.data.text.tokenizer_json import (
+    DROPPED,
+    HF_CONFIG,
+    HF_FILE,
+    end_token,
+    for_documents,
+    showing_what_is_dropped,
+)
 from decent_jax.ground import extras
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
@@ -41,11 +49,7 @@ _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\
 # after this many; the last one belongs to the word that follows.
 _LONG_WHITE = re.compile(r"\s{65536}(?=\s\s)")
 
-HF_FILE = "tokenizer.json"
 LARGEST_VOCABULARY = 2**24  # vocabulary, as of `model.vocab_size`
-HF_CONFIG = "tokenizer_config.json"
-# Names of the end-of-document token in published tokenizers.
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer:
@@ -222,15 +226,15 @@ class HFTokenizer(Tokenizer):
         with _library_errors("is damaged, or no tokenizer"):
             vocabulary = made.from_str(content.decode()).get_vocab(with_added_tokens=True)
             saved = json.loads(content)
-            self._end = _end_token(saved, vocabulary, end, eos)
+            self._end = end_token(saved, vocabulary, end, eos)
             self.end_of_text = vocabulary[self._end]
-            self.files = {HF_FILE: _for_documents(saved, self._end, self.end_of_text)}
+            self.files = {HF_FILE: for_documents(saved, self._end, self.end_of_text)}
             self._tokenizer = made.from_str(self.files[HF_FILE].decode())
             model = saved["model"]
             named = vocabulary.get(model.get("unk_token"), -1)
             self.unknown = model["unk_id"] if model.get("unk_id") is not None else named
             self._showing = None
-            if (shows := _showing_what_is_dropped(json.loads(self.files[HF_FILE]))) is not None:
+            if (shows := showing_what_is_dropped(json.loads(self.files[HF_FILE]))) is not None:
                 self._showing = made.from_str(json.dumps(shows))
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(vocabulary.values()) + 1
@@ -257,9 +261,9 @@ class HFTokenizer(Tokenizer):
             ids = self._tokenizer.encode(text := valid_unicode(text)).ids
             if (
                 self._showing is not None
-                and _DROPPED in (shown := self._showing.encode(text)).tokens
+                and DROPPED in (shown := self._showing.encode(text)).tokens
             ):
-                start, stop = shown.offsets[shown.tokens.index(_DROPPED)]
+                start, stop = shown.offsets[shown.tokens.index(DROPPED)]
                 raise DataError(
                     f"a text has {text[start:stop]!r}, which {HF_FILE} drops: its vocabulary lacks"
                     " it, and its model has neither unk_token nor byte_fallback"
@@ -274,85 +278,6 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         ids = checked_ids(ids, self.vocab_size).tolist()
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _end_token(
-    saved: dict[str, Any], vocabulary: dict[str, int], end: str | int | None, eos: str | None
-) -> str:
-    """The token that ends a document: as named, or the only candidate of the best kind."""
-    if end is not None:
-        named = [token for token, number in vocabulary.items() if end in (token, number)]
-        if not named:
-            raise DataError(
-                f"{HF_FILE} has no token {end!r}; --end_of_text names one of its tokens"
-            )
-        return named[0]
-    special = [x["content"] for x in saved.get("added_tokens") or [] if x.get("special")]
-    found = [token for token in _END_OF_TEXT if token in special]
-    if eos in vocabulary and (not found or eos in found):
-        return eos
-    found = found or [token for token in _END_OF_TEXT if token in vocabulary]
-    if len(found) == 1 and eos is None:
-        return found[0]
-    known = f"none of the tokens that end a document: {', '.join(_END_OF_TEXT)}"
-    if found:
-        found += [] if eos is None else [f"{eos} of {HF_CONFIG}"]
-        known = f"several tokens that may end a document: {', '.join(found)}"
-    raise DataError(f"{HF_FILE} has {known}; name it by --end_of_text")
-
-
-def _for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
-    """A tokenizer.json for whole documents, whose ids depend only on their text.
-
-    Nothing is truncated, padded, added or dropped at random. The end is a special token, which no
-    text matches; text that would still produce it from the model's vocabulary is split after its
-    first character. The change is idempotent.
-    """
-    added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added.append({"id": number, "content": end, **flags, "special": True})
-    model = saved["model"] | ({"dropout": None} if saved["model"].get("dropout") else {})
-    vocabulary = model.get("vocab", ())
-    words = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
-    before = saved.get("pre_tokenizer")
-    if end in words and len(end) > 1:
-        first, rest = re.escape(end[0]), re.escape(end[1:])
-        pattern = {"Regex": f"{first}(?={rest})"}
-        cut = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        steps = [] if before is None else [before]
-        if before and before["type"] == "Sequence":
-            steps = before["pretokenizers"]
-        if cut not in steps:
-            before = {"type": "Sequence", "pretokenizers": [*steps, cut]}
-    changed = saved | {
-        "truncation": None,
-        "padding": None,
-        "added_tokens": sorted(added, key=lambda token: token["id"]),
-        "pre_tokenizer": before,
-        "post_processor": None,
-        "model": model,
-    }
-    return json.dumps(changed, ensure_ascii=False).encode()
-
-
-_DROPPED = "decent_jax: dropped"
-
-
-def _showing_what_is_dropped(saved: dict[str, Any]) -> dict[str, Any] | None:
-    """A tokenizer.json with a token for characters that the other drops; None: it drops none.
-
-    Byte pair encoding drops characters outside its vocabulary. Their neighbours then merge, so
-    the other ids would also differ.
-    """
-    import tokenizers
-
-    model, bytewise = saved["model"], set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    steps = json.dumps([saved.get("normalizer"), saved.get("pre_tokenizer")])
-    whole = '"ByteLevel"' in steps and bytewise <= set(model.get("vocab", ()))
-    if "merges" not in model or model.get("unk_token") or model.get("byte_fallback") or whole:
-        return None
-    vocabulary = model["vocab"] | {_DROPPED: max(model["vocab"].values(), default=-1) + 1}
-    return saved | {"model": model | {"vocab": vocabulary, "unk_token": _DROPPED}}
 
 
 def load(

@@ -1,0 +1,94 @@
+"""What the environment says of a launcher: which one started this process, with how many others."""
+
+import os
+import re
+
+from decent_jax.ground.errors import ConfigError
+
+# The variable that identifies a launcher, and those that have the number of processes, if any. In
+# the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
+# Open MPI comes first, since in a job of SLURM its processes have variables of a step that has one
+# task on each node.
+LAUNCHERS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
+}
+# In which others, of which nothing else is read, have the number of processes.
+UNREAD = {
+    "torchrun": "WORLD_SIZE",
+    "MPICH, Intel MPI or PALS": "PMI_SIZE",
+    "MVAPICH": "MV2_COMM_WORLD_SIZE",
+    "jsrun": "JSM_NAMESPACE_SIZE",
+    "Flux": "FLUX_JOB_SIZE",
+    "whoever set it": "JAX_NUM_PROCESSES",
+}
+BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id"
+
+
+def detect_launcher() -> str | None:
+    """The name of the launcher that started this process together with others, if any."""
+    for name, (variable, sizes) in LAUNCHERS.items():
+        if variable in os.environ and (not sizes or (size_of(name) or 1) > 1):
+            return name
+    return "Cloud TPU" if _on_several_tpu_hosts() else None
+
+
+def size_of(launcher: str) -> int | None:
+    """The number of processes by the first of its variables that is set; None: none is."""
+    variables = LAUNCHERS[launcher][1]
+    variable = next((name for name in variables if name in os.environ), None)
+    return None if variable is None else number_in(variable, os.environ[variable])
+
+
+def check_unread(count: int) -> None:
+    """Raises ConfigError where another launcher has started this process with others.
+
+    Each of them would train alone.
+
+    Args:
+      count: processes that find each other by what is read.
+    """
+    for name, variable in UNREAD.items():
+        told = os.environ.get(variable, "")
+        if told.isdecimal() and int(told) > 1 and int(told) != count:
+            others = "this one is alone" if count == 1 else f"{count} find each other"
+            raise ConfigError(
+                f"{name} started {told} processes, as {variable} says, and {others}; {BY_HAND}, "
+                f"or unset {variable}",
+                field=variable,
+                value=told,
+            )
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if count == 1 and address and not any(own in os.environ for own, _ in LAUNCHERS.values()):
+        why = f"names the process 0 of others, and this one is alone: {BY_HAND}, or unset it"
+        raise ConfigError.about("JAX_COORDINATOR_ADDRESS", address, why)
+
+
+def _on_several_tpu_hosts() -> bool:
+    """Whether this is a host of a TPU pod; jax reads its variables or the machine's metadata."""
+    from jax._src import cloud_tpu_init, clusters
+
+    if not cloud_tpu_init.running_in_cloud_tpu_vm:
+        return False
+    here = (env for env in clusters.ClusterEnv._cluster_types if "tpu" in env.name)
+    launcher = next((env for env in here if env.is_env_present()), None)
+    return launcher is not None and launcher.get_process_count() > 1
+
+
+def first_host(listed: str) -> str:
+    """The first host of a list as SLURM writes it.
+
+    >>> [first_host(x) for x in ("a,b", "rack[0-1]node[2-3]", "node[01-02,7]-ib", "c[9]")]
+    ['a', 'rack0node2', 'node01-ib', 'c9']
+    """
+    first = re.split(r",(?![^\[]*\])", listed)[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
+
+
+def number_in(variable: str, text: str) -> int:
+    """The number that a variable of the environment holds, or one of those that it lists."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError.about(variable, text, "must hold whole numbers") from None

@@ -1,0 +1,89 @@
+"""What is read off a tokenizer.json, and how it is changed to encode whole documents."""
+
+import json
+import re
+from typing import Any
+
+from decent_jax.ground.errors import DataError
+
+HF_FILE = "tokenizer.json"
+HF_CONFIG = "tokenizer_config.json"
+# Names of the end-of-document token in published tokenizers.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+DROPPED = "decent_jax: dropped"
+
+
+def end_token(
+    saved: dict[str, Any], vocabulary: dict[str, int], end: str | int | None, eos: str | None
+) -> str:
+    """The token that ends a document: as named, or the only candidate of the best kind."""
+    if end is not None:
+        named = [token for token, number in vocabulary.items() if end in (token, number)]
+        if not named:
+            raise DataError(
+                f"{HF_FILE} has no token {end!r}; --end_of_text names one of its tokens"
+            )
+        return named[0]
+    special = [x["content"] for x in saved.get("added_tokens") or [] if x.get("special")]
+    found = [token for token in _END_OF_TEXT if token in special]
+    if eos in vocabulary and (not found or eos in found):
+        return eos
+    found = found or [token for token in _END_OF_TEXT if token in vocabulary]
+    if len(found) == 1 and eos is None:
+        return found[0]
+    known = f"none of the tokens that end a document: {', '.join(_END_OF_TEXT)}"
+    if found:
+        found += [] if eos is None else [f"{eos} of {HF_CONFIG}"]
+        known = f"several tokens that may end a document: {', '.join(found)}"
+    raise DataError(f"{HF_FILE} has {known}; name it by --end_of_text")
+
+
+def for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
+    """A tokenizer.json for whole documents, whose ids depend only on their text.
+
+    Nothing is truncated, padded, added or dropped at random. The end is a special token, which no
+    text matches; text that would still produce it from the model's vocabulary is split after its
+    first character. The change is idempotent.
+    """
+    added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added.append({"id": number, "content": end, **flags, "special": True})
+    model = saved["model"] | ({"dropout": None} if saved["model"].get("dropout") else {})
+    vocabulary = model.get("vocab", ())
+    words = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+    before = saved.get("pre_tokenizer")
+    if end in words and len(end) > 1:
+        first, rest = re.escape(end[0]), re.escape(end[1:])
+        pattern = {"Regex": f"{first}(?={rest})"}
+        cut = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        steps = [] if before is None else [before]
+        if before and before["type"] == "Sequence":
+            steps = before["pretokenizers"]
+        if cut not in steps:
+            before = {"type": "Sequence", "pretokenizers": [*steps, cut]}
+    changed = saved | {
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "pre_tokenizer": before,
+        "post_processor": None,
+        "model": model,
+    }
+    return json.dumps(changed, ensure_ascii=False).encode()
+
+
+def showing_what_is_dropped(saved: dict[str, Any]) -> dict[str, Any] | None:
+    """A tokenizer.json with a token for characters that the other drops; None: it drops none.
+
+    Byte pair encoding drops characters outside its vocabulary. Their neighbours then merge, so
+    the other ids would also differ.
+    """
+    import tokenizers
+
+    model, bytewise = saved["model"], set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    steps = json.dumps([saved.get("normalizer"), saved.get("pre_tokenizer")])
+    whole = '"ByteLevel"' in steps and bytewise <= set(model.get("vocab", ()))
+    if "merges" not in model or model.get("unk_token") or model.get("byte_fallback") or whole:
+        return None
+    vocabulary = model["vocab"] | {DROPPED: max(model["vocab"].values(), default=-1) + 1}
+    return saved | {"model": model | {"vocab": vocabulary, "unk_token": DROPPED}}

@@ -1,0 +1,47 @@
+"""A trace of some steps by jax's profiler."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
+
+
+class StepTrace:
+    """Traces ``count`` steps after the first `TRACED_AFTER` of a run; 0 traces none.
+
+    Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
+    under ``workdir/profile``.
+
+    If messages overlap several steps, the trace starts and ends between these blocks.
+    """
+
+    def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):
+        self._count, self._folder, self._say = count, workdir / "profile", say
+        self._tracing, self._began = False, 0
+
+    def turn(self, t: int, steps: int, state: Any) -> None:
+        """Before ``steps`` from t on: start or end the trace, once ``state`` is computed."""
+        if t >= self._began + self._count:
+            self.finish(t, state)
+        if self._count and t <= TRACED_AFTER < t + steps:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._folder)
+            self._tracing, self._began = True, t
+
+    def finish(self, t: int, state: Any) -> None:
+        """End the trace, if there is one, after ``t`` steps of the run."""
+        if self._tracing:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+            self._tracing = False
+            self._say(f"a trace of steps {self._began + 1} to {t} is in {self._folder}")
+
+    def __enter__(self) -> "StepTrace":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._tracing:  # the run ended early: keep the partial trace
+            jax.profiler.stop_trace()
