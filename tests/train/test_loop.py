@@ -20,6 +20,7 @@ from refusals import refuses
 from decent_jax import train
 from decent_jax.cluster import watch
 from decent_jax.commands import main as command
+from decent_jax.data import loader
 from decent_jax.ground import machine
 from decent_jax.ground.errors import DataError, Interrupted
 from decent_jax.ground.format import format_bytes
@@ -54,8 +55,9 @@ def test_step_t_trains_on_batch_t(tmp_path):
     got = tiny.losses(tiny.run(config, tmp_path / "run"))
     with open_experiment(parse(config), tmp_path / "other") as (experiment, _):
         params, loss = init(experiment).params, experiment.task.loss
-        with Feed(experiment, 0, Clock()) as feed:
-            batches = [feed.next()[0] for _ in range(3)]
+        fed = {"seed": config.seed, "num_replicas": 4, "batch_size": config.batch_size}
+        with loader.train_batches(experiment.task.train_source, **fed) as drawn:
+            batches = [next(drawn) for _ in range(3)]
         alone = jax.vmap(lambda params, batch: loss(params, {}, batch, jax.random.key(0))[0])
         wanted = [float(alone(params, batch).mean()) for batch in batches]
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
