@@ -1,4 +1,9 @@
-"""Damage to a checkpoint's largest file of arrays."""
+"""Damage to the arrays of a checkpoint."""
+
+
+def files_of_arrays(step):
+    """Which arrays are in which of these files differs from run to run."""
+    return sorted(path for path in step.rglob("ocdbt.process_*/d/*") if path.is_file())
 
 
 def largest(folder):
@@ -12,9 +17,9 @@ def cut_short(step):
 
 
 def flip_bits(step):
-    """A bit in every 100 bytes: tensorstore may leave an array in the file twice, and read one."""
-    path = largest(step / "state")
-    data = bytearray(path.read_bytes())
-    for place in range(50, len(data), 100):
-        data[place] ^= 0x40
-    path.write_bytes(data)
+    """A bit in every 100 bytes of every file, since an array may be in two, and one is read."""
+    for path in files_of_arrays(step):
+        data = bytearray(path.read_bytes())
+        for place in range(50, len(data), 100):
+            data[place] ^= 0x40
+        path.write_bytes(data)
