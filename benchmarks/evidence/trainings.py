@@ -15,6 +15,7 @@ finished run; figure.py makes tables and a figure of those in benchmarks/records
 """
 
 import fcntl
+import itertools
 import json
 import os
 import shlex
@@ -103,8 +104,8 @@ def _shakespeare() -> Iterator[Piece]:
     published = {"learning_rate": 1e-3, "optimizer__b2": 0.99}
     yield piece("shakespeare:gossiped_momentum", 0, "-published_rate", **published)
     yield piece("shakespeare:all_reduce", 0, "-twice_the_rate", learning_rate=2e-3)
-    for arm in ("gossiped_momentum", "all_reduce"):
-        yield piece(f"shakespeare:{arm}", 0, "-four_times_the_rate", learning_rate=4e-3)
+    for seed, arm in itertools.product(range(3), ("gossiped_momentum", "all_reduce")):
+        yield piece(f"shakespeare:{arm}", seed, "-four_times_the_rate", learning_rate=4e-3)
     yield piece("shakespeare:diloco", 0, "-twice_the_rate", learning_rate=2e-3)
     twice = {"learning_rate": 2e-3, "optimizer__b2": 0.999}
     yield piece("shakespeare:accum_adam", 0, "-twice_the_rate", **twice)
