@@ -18,9 +18,8 @@ The schedule, auto, suits the hosts; `--config.schedule=alternating_exp_ring` is
 Differences from the reference: the validation set is newstest2013, not a part of the training data;
 pairs are normalised, filtered and without duplicates; every epoch draws new batches.
 
-Data: the archives of statmt.org/wmt14 with dev.tgz and test-full.tgz in a folder ARCHIVES, then
-    decent-jax prepare translation --input ARCHIVES --source_lang en \\
-        --target_lang de --out data/wmt14_ende
+Data: the training archives of statmt.org/wmt14, unpacked, and the test sets by sacreBLEU:
+docs/translation.md has the commands.
 Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_ende.py:base,accum_adam --workdir runs/ende
 

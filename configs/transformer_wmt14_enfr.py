@@ -2,10 +2,8 @@
 
 Source: the same paper and code; published for this pair: big, 16 workers.
 
-Data: the archives of statmt.org/wmt14 (also training-parallel-un.tgz and training-giga-fren.tar)
-with dev.tgz and test-full.tgz in a folder ARCHIVES, then
-    decent-jax prepare translation --input ARCHIVES --source_lang en \\
-        --target_lang fr --vocab_size 32000 --out data/wmt14_enfr
+Data: as for German, in docs/translation.md, with the pairs undoc.2000.fr-en and
+giga-fren.release2.fixed too, and --vocab_size 32000.
 Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_enfr.py:big,accum_adam --workdir runs/enfr
 

@@ -6,7 +6,6 @@ import gzip
 import io
 import lzma
 import os
-import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -95,8 +94,6 @@ def one_sentence(place: str | Path) -> Iterator[None]:
         ) from None
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{place}: not a valid compressed file ({error})") from None
-    except tarfile.TarError as error:
-        raise DataError(f"{place}: the archive is cut short or damaged ({error})") from None
     except OSError as error:
         where = error.filename or place
         raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
@@ -148,7 +145,6 @@ def _open_zst(raw: IO[bytes]) -> io.BufferedReader:
 
 _OPEN: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
-    ".tgz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
     ".zst": _open_zst,

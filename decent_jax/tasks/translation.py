@@ -22,7 +22,7 @@ from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import hf_config, transformer, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, check_iid, impossible_model
-from decent_jax.tasks.translator import ALPHA, BEAM, Translator, bleu, bleu_of, meteor
+from decent_jax.tasks.translator import ALPHA, BEAM, Translator, bleu, bleu_of
 
 NUMBERS = "numbers"
 
@@ -249,16 +249,12 @@ class Translation(Task):
         sources, references = (pairs.sentences(side) for side in (0, 1))
         translations = self.translator(jax.device_put(params), sources, progress=True)
         score, signature = bleu(translations, references, self.languages[1])
-        result = {
+        return {
             "split": pairs.split,
             "sentences": len(sources),
             "bleu": round(score, 2),
             "bleu_signature": signature,
         }
-        found = meteor(translations, references, self.languages[1])
-        if found is None:
-            return result | {"meteor_needs": "python -m nltk.downloader wordnet"}
-        return result | {"meteor": round(found[0], 4), "meteor_matches": found[1]}
 
     def demonstrate(self, params, model_state):
         """Some translations, each with its source and its reference."""

@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,14 +20,6 @@ ALPHA = 0.6  # exponent of the length penalty
 MAX_EXTRA = 50  # tokens a translation may be longer than its source
 _WIDTHS = (16, 32, 64, 128)  # tokens sources are padded to, and multiples of the last
 _BATCH = 32
-_SNOWBALL = {  # the languages of WMT whose stems nltk knows
-    "de": "german",
-    "es": "spanish",
-    "fi": "finnish",
-    "fr": "french",
-    "ro": "romanian",
-    "ru": "russian",
-}
 _WITHOUT_SPACES = ("bo", "dz", "km", "lo", "my", "th")
 _THREE_LETTERS = {
     "zho": "zh", "chi": "zh", "cmn": "zh", "yue": "zh", "jpn": "ja", "kor": "ko", "tha": "th",
@@ -132,37 +123,3 @@ def bleu(
     metric = bleu_of(language)
     score = metric.corpus_score(list(translations), [list(map(normalise, references))]).score
     return score, str(metric.get_signature())
-
-
-def meteor(
-    translations: Sequence[str], references: Sequence[str], language: str
-) -> tuple[float, str] | None:
-    """Mean METEOR by nltk, 0 to 1, and the kinds of matches; nothing is downloaded.
-
-    English matches equal words, Porter stems and WordNet synonyms (Banerjee and Lavie, 2005). The
-    result is None if nltk's WordNet is not installed (`python -m nltk.downloader wordnet`). Other
-    languages match equal words and, if Snowball supports them, stems. Words are those of `bleu`.
-    """
-    from nltk import stem
-    from nltk.corpus import wordnet
-    from nltk.translate.meteor_score import meteor_score
-
-    stemmer: Any = SimpleNamespace(stem=str)  # the word itself
-    synonyms: Any = SimpleNamespace(synsets=lambda _: [])
-    matches, code = "words", _code(language)
-    if code == "en":
-        try:
-            wordnet.ensure_loaded()
-        except LookupError:
-            return None
-        stemmer, synonyms, matches = stem.PorterStemmer(), wordnet, "words, stems, WordNet"
-    elif code in _SNOWBALL:
-        stemmer = stem.SnowballStemmer(_SNOWBALL[code])
-        matches = f"words, {_SNOWBALL[code]} stems"
-    words = bleu_of(language).tokenizer
-    pairs = zip(map(normalise, references), translations, strict=True)
-    scores = [
-        meteor_score([words(r).split()], words(t).split(), stemmer=stemmer, wordnet=synonyms)
-        for r, t in pairs
-    ]
-    return float(np.mean(scores)), matches

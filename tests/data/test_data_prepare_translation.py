@@ -1,4 +1,4 @@
-"""`prepare translation` end to end: WMT14 in small in every layout, filters, messages."""
+"""`prepare translation` end to end: every layout, filters, messages."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ import lzma
 import pickle
 import shutil
 
-import mini_wmt14
+import mini_pairs
 import pytest
 from refusals import refuses
 
@@ -22,14 +22,14 @@ VOCAB = 350
 
 
 @pytest.fixture(scope="module")
-def archives(tmp_path_factory):
-    return mini_wmt14.write_archives(tmp_path_factory.mktemp("wmt14") / "archives")
+def packed(tmp_path_factory):
+    return mini_pairs.write_files(tmp_path_factory.mktemp("pairs") / "packed")
 
 
 @pytest.fixture(scope="module")
-def prepared(archives):
-    out = archives.parent / "prepared"
-    prepare(archives, out, "en", "de", vocab_size=VOCAB)
+def prepared(packed):
+    out = packed.parent / "prepared"
+    prepare(packed, out, "en", "de", vocab_size=VOCAB)
     return out
 
 
@@ -46,27 +46,26 @@ def normalised(pairs):
     return [(normalise(a), normalise(b)) for a, b in pairs]
 
 
-def test_wmt14_from_archives_to_blocks(archives, prepared):
+def test_from_files_to_blocks(packed, prepared):
     manifest = pair_folder.read_manifest(prepared)
-    training = normalised(mini_wmt14.training_pairs())
+    training = normalised(mini_pairs.training_pairs())
     wanted = list(dict.fromkeys(training))
     assert texts_of(prepared, "train") == wanted
     assert manifest["filters"]["duplicate"] == len(training) - len(wanted) > 0
     for split, part in (("val", "dev"), ("test", "test")):
-        raw = mini_wmt14.pairs(part)
+        raw = mini_pairs.pairs(part)
         pairs = TranslationPairs(prepared, split)
         assert texts_of(prepared, split) == normalised(raw)
         assert [pairs.sentences(side) for side in (0, 1)] == [
             list(x) for x in zip(*raw, strict=True)
         ]
-    assert "“" in raw[0][0] and "&" in raw[0][0]  # kept as it is, with the SGML resolved
+    assert "“" in raw[0][0] and "&" in raw[0][0]  # kept as it is
     names = [stream["name"] for stream in manifest["streams"]]
-    assert names[0].startswith("test-full.tgz/newstest2014-deen-src.en.sgm")
-    assert names[1].startswith("dev.tgz/newstest2013-src.en.sgm")
-    sizes = [stream["pairs"] for stream in manifest["streams"] if stream["split"] == "train"]
-    assert sizes == [mini_wmt14.SIZES[part] for part in ("europarl", "commoncrawl", "nc")]
+    assert names == [f"{x}.en.gz {x}.de.gz" for x in ("test", "valid", "train")]
+    sizes = [stream["pairs"] for stream in manifest["streams"]]
+    assert sizes == [mini_pairs.SIZES["test"], mini_pairs.SIZES["dev"], len(training)]
     text = (prepared / "manifest.json").read_text()
-    assert str(archives) not in text and manifest == json.loads(text)
+    assert str(packed) not in text and manifest == json.loads(text)
     assert pair_folder.is_whole(prepared)
     train = TranslationPairs(prepared, "train")
     blocks = PairBlocks(train, tokens=400, num_replicas=2, shapes=3)
@@ -85,24 +84,22 @@ def test_wmt14_from_archives_to_blocks(archives, prepared):
     assert sorted(seen) == sorted(wanted)
 
 
-def test_every_layout_gives_the_same_bytes(tmp_path, archives, prepared):
-    """Archives, files, packed files, prefixes; de to en turns the sides round."""
-    inputs = {
-        "files": mini_wmt14.write_files(tmp_path / "files", end=""),
-        "packed": mini_wmt14.write_files(tmp_path / "packed"),
-        "filtered": mini_wmt14.write_archives(tmp_path / "filtered", test="test-filtered"),
-    }
-    table = mini_wmt14.write_pairs(tmp_path / "table", mini_wmt14.training_pairs())
-    held = {"val": tmp_path / "files/valid", "test": tmp_path / "packed/test"}
+def test_every_layout_gives_the_same_bytes(tmp_path, packed, prepared):
+    """Packed files, plain files, prefixes; de to en turns the sides round."""
+    files = mini_pairs.write_files(tmp_path / "files", end="")
+    parts = [
+        mini_pairs.write_pairs(tmp_path / part, mini_pairs.pairs(part))
+        for part in ("europarl", "commoncrawl", "nc")
+    ]
+    held = {"val": files / "valid", "test": packed / "test"}
     wanted = contents(prepared)
-    for name, given_input in (inputs | {"table": table}).items():
+    for name, given_input, more in (("files", files, {}), ("parts", parts, held)):
         out = tmp_path / "out" / name
-        more = held if name == "table" else {}
         prepare(given_input, out, "en", "de", vocab_size=VOCAB, **more)
         found = contents(out)
         del found["manifest.json"]
         assert found == {n: data for n, data in wanted.items() if n != "manifest.json"}, name
-    prepare(archives, tmp_path / "deen", "de", "en", vocab_size=VOCAB)
+    prepare(packed, tmp_path / "deen", "de", "en", vocab_size=VOCAB)
     turned = contents(tmp_path / "deen")
     for name in ("vocabulary.model", "test.en", "test.de"):
         assert turned[name] == wanted[name]
@@ -122,10 +119,10 @@ def test_filters_by_hand(tmp_path, monkeypatch):
     }
     fine = [("Tom Smith", "Tom Smith"), ("the number 4 is here", "die Zahl 5 ist da")]
     pairs = good + [pair for group in bad.values() for pair in group] + fine
-    table = mini_wmt14.write_pairs(tmp_path / "train", pairs)
+    table = mini_pairs.write_pairs(tmp_path / "train", pairs)
     val = [("good morning", "guten Morgen"), ("", "leer"), ("y", "x " * 400)]
-    mini_wmt14.write_pairs(tmp_path / "val", val)
-    mini_wmt14.write_pairs(tmp_path / "test", [("good night", "gute Nacht")] * 2)
+    mini_pairs.write_pairs(tmp_path / "val", val)
+    mini_pairs.write_pairs(tmp_path / "test", [("good night", "gute Nacht")] * 2)
     more = {"val": tmp_path / "val", "test": tmp_path / "test", "vocab_size": 330}
     manifest = prepare(table, tmp_path / "out", "en", "de", **more)
     counts = {name: len(group) for name, group in bad.items()}
@@ -142,13 +139,13 @@ def test_filters_by_hand(tmp_path, monkeypatch):
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_sentence_too_long_to_translate_is_refused_with_its_line(split, side, tmp_path):
     pairs = [(f"sentence number {i}", f"Satz Nummer {i}") for i in range(60)]
-    table = mini_wmt14.write_pairs(tmp_path / "train", pairs)
-    held = {name: mini_wmt14.write_pairs(tmp_path / name, pairs[:2]) for name in ("val", "test")}
+    table = mini_pairs.write_pairs(tmp_path / "train", pairs)
+    held = {name: mini_pairs.write_pairs(tmp_path / name, pairs[:2]) for name in ("val", "test")}
     for length in (1000, 1100):
         long = ["Satz", "Satz"]
         long[side] = "x " * (length // 2)  # of two subwords each
         more = [*pairs[:2], ("", ""), tuple(long), ("a", "a")]
-        mini_wmt14.write_pairs(held[split], more)
+        mini_pairs.write_pairs(held[split], more)
         if length < subwords.LONGEST:
             prepare(table, tmp_path / "out", "en", "de", vocab_size=300, **held)
     with refuses(f"{split}.{('en', 'de')[side]}, line 4", 1100, error=DataError):
@@ -156,7 +153,7 @@ def test_a_sentence_too_long_to_translate_is_refused_with_its_line(split, side, 
 
 
 def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
-    folder = mini_wmt14.write_files(tmp_path / "in", end="")
+    folder = mini_pairs.write_files(tmp_path / "in", end="")
     packed = lzma.compress((folder / "valid.de").read_bytes())
     (folder / "valid.de").unlink()
     (folder / "valid.de.xz").write_bytes(packed)
@@ -170,19 +167,9 @@ def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
     assert "1 .en.zst" in capsys.readouterr().out
 
 
-def test_only_whole_entities_of_sgml_are_signs(tmp_path):
-    folder = mini_wmt14.write_archives(tmp_path / "in")
-    text = b"<seg>a?b&copy=2&lt;&notit; &amp;lt; &#228;&auml;&unknown; AT&T</seg>"
-    members = {f"newstest2013-{s}.{x}.sgm": text for s in ("src", "ref") for x in ("en", "de")}
-    (folder / "dev.tgz").write_bytes(gzip.compress(mini_wmt14.tar_bytes(members)))
-    (source,) = sentence_pairs.find_inputs([folder], ("en", "de")).val
-    (lines,) = source.blocks()
-    assert lines.source[0].decode() == "a?b&copy=2<&notit; &lt; ää&unknown; AT&T"
-
-
 def test_a_share_of_the_training_pairs(tmp_path):
     pairs = [(f"sentence number {i // 2}", f"Satz Nummer {i}") for i in range(400)]
-    table = mini_wmt14.write_pairs(tmp_path / "all", pairs)
+    table = mini_pairs.write_pairs(tmp_path / "all", pairs)
     out = tmp_path / "out"
     prepare(table, out, "en", "de", vocab_size=300, val_fraction=0.1)
     train, val = texts_of(out, "train"), texts_of(out, "val")
@@ -323,33 +310,11 @@ def test_bad_arguments(given, keywords, named, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_bad_archives(archives, tmp_path):
-    def copied(name):
-        return shutil.copytree(archives, tmp_path / name)
-
-    def fails(folder, *named, target="de"):
-        with refuses(*named, error=DataError):
-            prepare(folder, tmp_path / "out", "en", target, vocab_size=VOCAB)
-
-    folder = copied("cut")
-    path = folder / "training-parallel-europarl-v7.tgz"
-    path.write_bytes(path.read_bytes()[:2000])
-    fails(folder, "europarl-v7.tgz, europarl-v7.de-en")
-    folder = copied("noise")
-    for noise in (b"noise", gzip.compress(b"noise" * 300)):
-        (folder / "dev.tgz").write_bytes(noise)
-        fails(folder, "dev.tgz, newstest2013-src.en.sgm")
-    folder = copied("member")
-    shutil.copy(folder / "dev.tgz", folder / "training-parallel-nc-v9.tgz")
-    fails(folder, "nc-v9.tgz", "news-commentary-v9.de-en.en")
-    fails(folder, "en-cs", target="cs")
-    (folder / "training-parallel-commoncrawl.tgz").unlink()
-    fails(folder, "training-parallel-commoncrawl.tgz")
-    folder = copied("dev")
-    (folder / "dev.tgz").unlink()
-    fails(folder, "dev.tgz")
-    (folder / "test-full.tgz").unlink()
-    prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
+def test_without_test_pairs(packed, tmp_path):
+    folder = shutil.copytree(packed, tmp_path / "in")
+    for language in ("en", "de"):
+        (folder / f"test.{language}.gz").unlink()
+    prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB)
     with refuses("'test'", "train, val", error=DataError):
         TranslationPairs(tmp_path / "out", "test")
 

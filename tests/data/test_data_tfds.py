@@ -1,4 +1,4 @@
-"""Folders that TFDS prepared as array_record: images, sentence pairs and documents."""
+"""Folders of images that TFDS prepared as array_record."""
 
 import io
 import shutil
@@ -12,8 +12,6 @@ from refusals import refuses
 
 from decent_jax.data.images import prepare_images
 from decent_jax.data.images.image_folder import open_images
-from decent_jax.data.text import documents
-from decent_jax.data.translation import sentence_pairs
 from decent_jax.ground.errors import DataError
 
 CLASSES, SHARDS = ("cat", "dog", "eel"), 2
@@ -30,8 +28,6 @@ IMAGES = {
     "train": [picture(k) for k in range(12)],
     "validation": [picture(k) for k in range(20, 24)],
 }
-PAIRS = {"train": [{"en": f"a {k}", "de": f"ein {k}"} for k in range(7)], "test": []}
-PAIRS["test"] = [{"en": "the end", "de": "das Ende"}, {"en": "begin", "de": "fang an"}]
 TEXTS = {"train": [{"text": f"Größe {k}"} for k in range(5)]}
 FEATURES = {
     "images": {
@@ -39,10 +35,9 @@ FEATURES = {
         "label": tfds.features.ClassLabel(names=CLASSES),
         "file_name": tfds.features.Text(),
     },
-    "pairs": {"en": tfds.features.Text(), "de": tfds.features.Text()},
     "texts": {"text": tfds.features.Text()},
 }
-DATA = {"images": IMAGES, "pairs": PAIRS, "texts": TEXTS}
+DATA = {"images": IMAGES, "texts": TEXTS}
 
 
 class MiniSets(tfds.core.GeneratorBasedBuilder):
@@ -95,36 +90,15 @@ def test_prepare_packs_them(folders, tmp_path):
     assert [packed[k].data for k in range(12)] == [images[k].data for k in range(12)]
 
 
-def test_sentence_pairs_of_each_split(folders):
-    found = sentence_pairs.find_inputs([folders["pairs"]], ("de", "en"))
-    assert not found.val
-    for split, sources in (("train", found.train), ("test", found.test)):
-        (block,) = sources[0].blocks()
-        pairs = {(row["de"].encode(), row["en"].encode()) for row in PAIRS[split]}
-        assert set(zip(block.source, block.target, strict=True)) == pairs
-        assert block.read == sources[0].size > 0
-
-
-def test_documents_of_the_split_train(folders):
-    sources, left_out = documents.find_sources([folders["texts"]])
-    assert not left_out
-    found = [documents.documents(c, "text") for c in documents.chunks(sources, "text")]
-    assert {text for texts in found for text in texts} == {row["text"] for row in TEXTS["train"]}
-    with refuses("'body'", "'text'", error=DataError):
-        list(documents.chunks(sources, "body"))
-
-
 def test_what_cannot_be_read_is_refused_by_its_name(folders, tmp_path):
     with refuses("'image'", error=DataError):
         open_images(folders["texts"], "train")
-    with refuses("'fr'", error=DataError):
-        sentence_pairs.find_inputs([folders["pairs"]], ("fr", "en"))
     other = tmp_path / "1.0.0"
-    shutil.copytree(folders["texts"], other)
+    shutil.copytree(folders["images"], other)
     info = other / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with refuses("tfrecord", error=DataError):
-        documents.find_sources([other])
+        open_images(other, "train")
 
 
 def test_a_damaged_shard_is_named(tmp_path):

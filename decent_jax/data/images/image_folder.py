@@ -7,7 +7,6 @@ the order of theirs, one class after another. So class folders and what is prepa
 the same record at the same index with the same label. TFDS stores records shuffled.
 """
 
-import functools
 import operator
 import os
 from collections import Counter
@@ -18,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from decent_jax.data import tfds_folder
-from decent_jax.data.images import array_records
+from decent_jax.data.images import array_records, tfds_images
 from decent_jax.data.reading import counted, files_below, kind_of, one_sentence
 from decent_jax.ground.errors import DataError
 
@@ -120,8 +118,8 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 def _storage(path: str, split: str):
     if os.path.exists(os.path.join(path, "manifest.json")):
         return array_records.PreparedImages(path, split)
-    if tfds_folder.is_tfds(path):
-        return _TfdsImages(path, split)
+    if tfds_images.is_tfds(path):
+        return tfds_images.TfdsImages(path, split)
     places = {name: _place(path, name) for name in SPLITS}
     left_out: Counter[str] = Counter()
     table = os.path.join(places[split], _TABLE)
@@ -229,40 +227,6 @@ def _check_known(place: str, found: list[str], class_names: list[str]) -> None:
             f"{place}: holds {classes} that the training images do not have:"
             f" {', '.join(unknown[:3])}{more}; remove them or add training images"
         )
-
-
-class _TfdsImages:
-    """A storage of records prepared by TFDS, in its order."""
-
-    layout = "TFDS"
-
-    def __init__(self, path: str, split: str):
-        names = {"train": ("train",), "val": ("validation", "test")}[split]
-        kinds = {"image": "Image", "label": "ClassLabel"}
-        found = tfds_folder.open_split(path, names, kinds)
-        if found is None:
-            raise DataError(
-                f"{path}: has no split {' or '.join(names)}; prepare it with TFDS again"
-            )
-        self._split, self._records = split, found
-        self.class_names = tuple(found.features["label"].names)
-        self.left_out: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._records.records)
-
-    @functools.cached_property
-    def labels(self) -> np.ndarray:
-        """(N,) int64. TFDS keeps labels only in the records, so this reads all records."""
-        blocks = self._records.blocks(256)
-        return np.array([x["label"] for _, block in blocks for x in block], np.int64)
-
-    def read(self, index: int) -> tuple[bytes, int, str]:
-        """(data, label, name) of an image."""
-        (record,) = self._records.read(range(index, index + 1))
-        label, file = int(record["label"]), record.get("file_name", f"record-{index:07}")
-        name = os.fsdecode(file)
-        return record["image"], label, f"{self._split}/{self.class_names[label]}/{name}"
 
 
 class _Files:

@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt, .jsonl (both also packed), .parquet, folders of TFDS.
+"""Text files as streams of documents: .txt, .jsonl (both also packed), .parquet.
 
 `chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
 worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from decent_jax.data import tfds_folder
 from decent_jax.data.reading import (
     PACKED,
     counted,
@@ -46,13 +45,13 @@ _READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(PACKED[1:])
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
-    """One file, or the split `train` of a folder of TFDS.
+    """One file.
 
     `name` is its name in the manifest: no machine's path, the same on every machine.
     """
 
     path: Path
-    kind: str  # "txt", "jsonl", "parquet" or "tfds"
+    kind: str  # "txt", "jsonl" or "parquet"
     name: str
     size: int
 
@@ -61,7 +60,7 @@ class DocumentSource:
 class Chunk:
     """Some documents of a source, or the one of a .txt file.
 
-    `data` is None (txt), bytes (jsonl) or strings (parquet, tfds); `row` is the first line or row,
+    `data` is None (txt), bytes (jsonl) or strings (parquet); `row` is the first line or row,
     `offset` the first byte, `read` the bytes of progress.
     """
 
@@ -84,10 +83,7 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
     found: dict[Path, DocumentSource] = {}
     left_out: Counter[str] = Counter()
     for given in inputs:
-        if tfds_folder.is_tfds(given):
-            split = _tfds_split(given, {})
-            sources = [DocumentSource(given, "tfds", split.name, split.size)]
-        elif given.is_dir():
+        if given.is_dir():
             own: Counter[str] = Counter()
             name = Path(os.path.abspath(given)).name
             sources = [
@@ -97,8 +93,8 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
             if not sources:
                 there = f" (there are {counted(own)})" if own else ""
                 raise DataError(
-                    f"{given}: holds no {_READABLE} file{there} and was not prepared by TFDS; of"
-                    f" other kinds of text name the files: {given}/*{_NAMED[0]}"
+                    f"{given}: holds no {_READABLE} file{there}; of other kinds of text name the"
+                    f" files: {given}/*{_NAMED[0]}"
                 )
             left_out += own
         elif given.exists():
@@ -141,7 +137,7 @@ def chunks(sources: list[DocumentSource], field: str) -> Iterator[Chunk]:
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
-    """The texts of a chunk; DataError names the file and the line, record or byte that is bad."""
+    """The texts of a chunk; DataError names the file and the line, row or byte that is bad."""
     path = chunk.source.path
     with one_sentence(path):
         if chunk.source.kind == "txt":
@@ -205,25 +201,10 @@ def _parquet_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
         raise DataError(f"{place} ({short(error)})") from None
 
 
-def _tfds_split(folder: Path, kinds: dict[str, str]) -> tfds_folder.Split:
-    split = tfds_folder.open_split(folder, ("train",), kinds)
-    if split is None:
-        raise DataError(f"{folder}: has no split 'train'; prepare it with TFDS again")
-    return split
-
-
-def _tfds_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
-    split = _tfds_split(source.path, {field: "Text"})
-    for row, block in split.blocks(ROWS):
-        texts = [_decode(record[field], f"{split.name}, record {row}", 0) for record in block]
-        yield Chunk(source, texts, split.size * len(block) // len(split.records), row)
-
-
 _CHUNKERS = {
     "txt": _text_chunk,
     "jsonl": _jsonl_chunks,
     "parquet": _parquet_chunks,
-    "tfds": _tfds_chunks,
 }
 
 

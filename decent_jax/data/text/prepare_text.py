@@ -198,8 +198,7 @@ Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocab
 files.
 
 Reads .txt (a file is a document), .jsonl or .ndjson (a line is a document), both also as .gz, .bz2,
-.xz or .zst, .parquet (a row is a document), folders of these, whose other files it counts, and
-folders of TFDS stored as array_record (their split train).
+.xz or .zst, .parquet (a row is a document), and folders of these, whose other files it counts.
 """
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:

@@ -2,4 +2,4 @@
 
 from decent_jax.ground import extras
 
-extras.need("translation", "nltk", "num2words", "sacrebleu", "sentencepiece")
+extras.need("translation", "num2words", "sacrebleu", "sentencepiece")

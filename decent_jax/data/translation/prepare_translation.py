@@ -295,8 +295,8 @@ def _check_splits(sources: sentence_pairs.Inputs, val_fraction: float) -> None:
         raise DataError(f"there are validation pairs ({name}), so --val_fraction has no part")
     if not sources.val and not val_fraction:
         raise DataError(
-            "there are no validation pairs (newstest2013 in WMT14's dev.tgz); pass --val PREFIX, or"
-            " --val_fraction F to take a share of the training pairs"
+            "there are no validation pairs; pass --val PREFIX, or --val_fraction F to take a share"
+            " of the training pairs"
         )
 
 
@@ -325,17 +325,16 @@ Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train
 OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it keeps the text too.
 
 PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz, .bz2, .xz or
-.zst), or a folder: of files named train, val and test, or of WMT14's archives as downloaded
-(training-parallel-*.tgz, dev.tgz for newstest2013, test-full.tgz for newstest2014), or of TFDS
-wmt14_translate stored as array_record.
+.zst), or a folder of files named train, val and test.
 
 Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
 with a side that is too long or far longer than the other; the manifest counts them.
 """
 EXAMPLE = """\
-example, WMT14 from the original archives:
+example, WMT14 from its unpacked archives:
   decent-jax prepare translation --source_lang en --target_lang de \\
-      --input wmt14_archives/ --out data/wmt14_ende
+      --input training/europarl-v7.de-en commoncrawl.de-en training/news-commentary-v9.de-en \\
+      --val newstest2013 --test newstest2014 --out data/wmt14_ende
 
 OUT appears when it is whole. After a kill, start the same command again.
 """
