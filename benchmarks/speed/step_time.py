@@ -14,6 +14,9 @@ With ``--mbit``, the rate of a host's link, the last column is the time over its
 max(compute, P / rate) with P the bytes that a replica sends; for all-reduce the larger of the two,
 out of reach for any method that begins with the gradients. Compute is the step of ``none``.
 
+After a colon an algorithm may have fields of its own, ``one_peer_exp:codec=int8`` or
+``complete:algorithm=diloco;optimizer.name=adamw``.
+
 Of a method whose messages travel beside several steps it measures blocks of ``mix_every`` steps, in
 ms per step; let ``--steps`` be a multiple of it:
 
@@ -179,11 +182,12 @@ def main(arguments: list[str]) -> None:
     report(variants, max(config.num_replicas for config in configs.values()), parsed)
 
 
-def config_of(name: str, parsed, overrides: list[str]):
+def config_of(label: str, parsed, overrides: list[str]):
+    name, _, own = label.partition(":")
     config = flags.load(parsed.config) if parsed.config else gpt(parsed)
-    override(config, overrides)
+    override(config, [*overrides, *(f"--config.{field}" for field in own.split(";") if field)])
     if name == "all_reduce":
-        config.algorithm = "all_reduce"
+        config.algorithm = name
     elif name == "alone":
         config.batch_size //= config.num_replicas
         config.num_replicas = config.replicas_per_node = 1
