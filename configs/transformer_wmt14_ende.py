@@ -16,7 +16,7 @@ all_reduce: Adam, peak 7e-4, betas (0.9, 0.98). decentralized_adam: betas (0.974
 
 The schedule, auto, suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
 Differences from the reference: the validation set is newstest2013, not a part of the training data;
-pairs are normalised, filtered and without duplicates; every epoch draws new batches.
+pairs are normalized, filtered and without duplicates; every epoch draws new batches.
 
 Data: the training archives of statmt.org/wmt14, unpacked, and the test sets by sacreBLEU:
 docs/translation.md has the commands.
@@ -24,7 +24,7 @@ Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.clus
     python train.py --config configs/transformer_wmt14_ende.py:base,accum_adam --workdir runs/ende
 
 Hardware and result, as published: 16 workers, BLEU 27.79 for all_reduce, 27.58 for
-decentralized_adam, 27.71 for accum_adam, on tokenised text and most likely without a beam, so not
+decentralized_adam, 27.71 for accum_adam, on tokenized text and most likely without a beam, so not
 comparable with sacreBLEU. Not reproduced by this project yet.
 """
 

@@ -8,7 +8,7 @@ Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.clus
     python train.py --config configs/transformer_wmt14_enfr.py:big,accum_adam --workdir runs/enfr
 
 Hardware and result, as published: 16 workers, BLEU 45.70 for all_reduce, 45.60 for
-decentralized_adam, 46.05 for accum_adam, on tokenised text and most likely without a beam, so not
+decentralized_adam, 46.05 for accum_adam, on tokenized text and most likely without a beam, so not
 comparable with sacreBLEU. The number of steps is not published: 302,600 are five epochs, as in the
 published code. Not reproduced by this project yet.
 """

@@ -114,6 +114,6 @@ def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: s
     """
     hosts = [name.rpartition("/")[0] for name in names]
     node = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
-    found = network.from_matrices(latency_s, bandwidth, node=node, names=names, symmetrise=True)
+    found = network.from_matrices(latency_s, bandwidth, node=node, names=names, symmetrize=True)
     found.save(path)
     return f"saved {path} for decent-jax planner; the slower way of a link counts for both"

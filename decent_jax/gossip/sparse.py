@@ -57,7 +57,7 @@ class ChunkedTopK(Codec):
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         if self.bits not in (2, 32):
-            raise ValueError(f"bits must be 2 or 32 (not quantised), got {self.bits}")
+            raise ValueError(f"bits must be 2 or 32 (not quantized), got {self.bits}")
 
     def encode(self, x: Array, noise: Any = None) -> Parts:
         count, width, kept = self._sizes(x.size)

@@ -78,7 +78,7 @@ class Airbench(nnx.Module):
         self.fc = nnx.Dict(kernel=nnx.Param(kernel / kernel.std()))
 
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Logits ``(B, num_classes)`` float32 of normalised images ``(B, H, W, 3)``."""
+        """Logits ``(B, num_classes)`` float32 of normalized images ``(B, H, W, 3)``."""
         x = images.astype(self.config.dtype)
         kernel = jax.lax.stop_gradient(self.whiten["kernel"][...]).astype(x.dtype)
         x = jax.lax.conv_general_dilated(
@@ -121,7 +121,7 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def whitening(images: np.ndarray) -> np.ndarray:
-    """The kernel ``(2, 2, 3, 24)`` that whitens patches of normalised images ``(B, H, W, 3)``.
+    """The kernel ``(2, 2, 3, 24)`` that whitens patches of normalized images ``(B, H, W, 3)``.
 
     The first half are the eigenvectors of the patches' mean outer product, over the roots of their
     eigenvalues, so that the mean outer product of the outputs is the identity; the second half are

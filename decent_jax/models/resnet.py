@@ -30,7 +30,7 @@ Statistics = Params  # of the same form
 
 EPSILON = 1e-5  # of batch norm, as in torchvision
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's training images in [0, 1]: what inputs are
-STD = (0.229, 0.224, 0.225)  # normalised with
+STD = (0.229, 0.224, 0.225)  # normalized with
 _NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 

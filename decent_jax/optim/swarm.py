@@ -76,7 +76,7 @@ def swarm(
     """
     validation.combine(combine)
     if bits not in (8, 16, 32):
-        raise ValueError(f"swarm.bits must be 8, 16 or 32 (not quantised), got {bits}")
+        raise ValueError(f"swarm.bits must be 8, 16 or 32 (not quantized), got {bits}")
     validation.matchings("swarm", schedule)
     quantises, blocking = bits < 32, combine == "atc"
     exchange = functools.partial(_exchange_coded, bits) if quantises else _exchange

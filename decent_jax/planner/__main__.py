@@ -66,7 +66,7 @@ def _network(args: Options) -> None:
     decent-jax planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
         an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
     decent-jax planner network --network network.json
-        a file: checked (units, missing entries, asymmetry), then summarised
+        a file: checked (units, missing entries, asymmetry), then summarized
     decent-jax planner network --network pcie_25gbe --nodes 4 --devices_per_node 2 \\
         --save cluster.json
         write it as JSON, to edit by hand or to use as a plan's network

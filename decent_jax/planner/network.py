@@ -153,7 +153,7 @@ def from_matrices(
     node: ArrayLike | None = None,
     nic_bytes_per_s: ArrayLike | None = None,
     names: Sequence[str] | None = None,
-    symmetrise: bool = False,
+    symmetrize: bool = False,
 ) -> Network:
     """A network of measured matrices, (n, n), whose row i is what device i sends.
 
@@ -166,7 +166,7 @@ def from_matrices(
       nic_bytes_per_s: of each machine, None or infinite where nothing is shared; default: the
         fastest link that leaves the machine (links are measured one at a time, so no measurement
         shows that two transfers together are faster than one).
-      symmetrise: let the slower direction of every pair count for both.
+      symmetrize: let the slower direction of every pair count for both.
 
     Raises:
       ValueError: one sentence that names the entry: not square, missing, zero bandwidth,
@@ -188,7 +188,7 @@ def from_matrices(
     np.fill_diagonal(latency, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
     _check_entries(latency, bandwidth, names)
-    if symmetrise:
+    if symmetrize:
         latency = np.maximum(latency, latency.T)
         bandwidth = np.minimum(bandwidth, bandwidth.T)
     _check_symmetric(latency, "latency", "s", _LATENCY_NOISE_S, names)
@@ -285,7 +285,7 @@ def _check_symmetric(
         raise ValueError(
             f"the {what} between {names[i]} and {names[j]} is {matrix[i, j]:g} {unit} one way and "
             f"{matrix[j, i]:g} {unit} the other; measure again, or let the slower direction count "
-            "for both (symmetrise)"
+            "for both (symmetrize)"
         )
 
 

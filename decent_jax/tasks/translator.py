@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from decent_jax.data.reading import short
-from decent_jax.data.translation.subwords import LONGEST, Subwords, normalise
+from decent_jax.data.translation.subwords import LONGEST, Subwords, normalize
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import shown
 from decent_jax.ground.progress import progress_bar
@@ -117,9 +117,9 @@ def bleu(
 ) -> tuple[float, str]:
     """Corpus BLEU of detokenized text by sacreBLEU, 0 to 100, and its signature.
 
-    References are normalized like translations, by `normalise`. Comparable with published numbers
+    References are normalized like translations, by `normalize`. Comparable with published numbers
     of the same signature (Post, 2018, arXiv:1804.08771), except for quotes and dashes.
     """
     metric = bleu_of(language)
-    score = metric.corpus_score(list(translations), [list(map(normalise, references))]).score
+    score = metric.corpus_score(list(translations), [list(map(normalize, references))]).score
     return score, str(metric.get_signature())

@@ -15,7 +15,7 @@ from decent_jax.data.translation import pair_folder, sentence_pairs, subwords
 from decent_jax.data.translation.number_pairs import write_files
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.data.translation.prepare_translation import prepare
-from decent_jax.data.translation.subwords import normalise
+from decent_jax.data.translation.subwords import normalize
 from decent_jax.ground.errors import DataError
 
 VOCAB = 350
@@ -42,20 +42,20 @@ def texts_of(folder, split):
     return [tuple(map(pairs.vocabulary.decode, pair)) for pair in pairs]
 
 
-def normalised(pairs):
-    return [(normalise(a), normalise(b)) for a, b in pairs]
+def normalized(pairs):
+    return [(normalize(a), normalize(b)) for a, b in pairs]
 
 
 def test_from_files_to_blocks(packed, prepared):
     manifest = pair_folder.read_manifest(prepared)
-    training = normalised(mini_pairs.training_pairs())
+    training = normalized(mini_pairs.training_pairs())
     wanted = list(dict.fromkeys(training))
     assert texts_of(prepared, "train") == wanted
     assert manifest["filters"]["duplicate"] == len(training) - len(wanted) > 0
     for split, part in (("val", "dev"), ("test", "test")):
         raw = mini_pairs.pairs(part)
         pairs = TranslationPairs(prepared, split)
-        assert texts_of(prepared, split) == normalised(raw)
+        assert texts_of(prepared, split) == normalized(raw)
         assert [pairs.sentences(side) for side in (0, 1)] == [
             list(x) for x in zip(*raw, strict=True)
         ]
@@ -129,7 +129,7 @@ def test_filters_by_hand(tmp_path, monkeypatch):
     counts["empty_side"] += 1  # of the validation pairs, from which nothing else is dropped
     assert manifest["filters"] == counts
     assert texts_of(tmp_path / "out", "train") == good + fine
-    assert texts_of(tmp_path / "out", "val") == normalised([val[0], val[2]])
+    assert texts_of(tmp_path / "out", "val") == normalized([val[0], val[2]])
     assert TranslationPairs(tmp_path / "out", "val").sentences(0) == ["good morning", "y"]
     assert len(TranslationPairs(tmp_path / "out", "test")) == 2
     assert sum(counts.values()) + len(good + fine) + 2 + 2 == len(pairs) + len(val) + 2

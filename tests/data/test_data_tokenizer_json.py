@@ -84,7 +84,7 @@ def exported(tokenizer):
     st.lists(st.text("the fox </s>SENDOF|[]T<>😀é\n", max_size=30), max_size=4),
 )
 def test_a_document_has_one_end_and_the_export_the_same_ids(kind, end, options, texts):
-    """Also where the text holds the end, in this spelling or in one that is normalised to it."""
+    """Also where the text holds the end, in this spelling or in one that is normalized to it."""
     texts = [*texts, end, f"a {end}b", f"{end} {end.upper()}{end}", end.translate({60: "\uff1c"})]
     content = built(kind, end, **options)
     tokenizer = tokenizers.HFTokenizer(content, end)

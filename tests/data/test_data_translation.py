@@ -21,17 +21,17 @@ from decent_jax.data.translation.number_pairs import (
 )
 from decent_jax.data.translation.pair_batches import TokenBatches
 from decent_jax.data.translation.pair_folder import TranslationPairs
-from decent_jax.data.translation.subwords import normalise
+from decent_jax.data.translation.subwords import normalize
 from decent_jax.ground.errors import DataError
 
 
-def test_normalise_by_hand():
-    assert {text: normalise(text) for text in SAME} == SAME
+def test_normalize_by_hand():
+    assert {text: normalize(text) for text in SAME} == SAME
 
 
 @given(st.text(st.sampled_from(ODD)))
-def test_normalise_twice_is_once(text):
-    assert normalise(normalise(text)) == normalise(text)
+def test_normalize_twice_is_once(text):
+    assert normalize(normalize(text)) == normalize(text)
 
 
 def test_ids_and_back(tmp_path):

@@ -160,7 +160,7 @@ def test_init_scales():
     assert float(statistics["bn1"]["var"].min()) == 1
 
 
-def test_bfloat16_normalises_with_float32_statistics():
+def test_bfloat16_normalizes_with_float32_statistics():
     """A mean of 1000.7 of inputs about it: rounded to bfloat16, 1000, it would be off by 0.7."""
     norm = resnet.BatchNorm(dataclasses.replace(TINY, dtype="bfloat16"), 2)
     norm.mean[...] = jnp.array([1000.7, 0.0])

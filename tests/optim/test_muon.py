@@ -61,7 +61,7 @@ def test_tracking_before_muon_is_demuon_on_a_static_graph():
         LR,
         shape=SHAPE,
     )
-    # To single precision; tracking after orthogonalising differs in the second digit.
+    # To single precision; tracking after orthogonalizing differs in the second digit.
     np.testing.assert_allclose(got.reshape(12, 5, 6), right, rtol=0, atol=5e-6)
 
 
@@ -133,7 +133,7 @@ def test_muon_inside_diloco():
 
 
 def names_of(model, config):
-    """{name: whether Muon orthogonalises it} of a model's arrays."""
+    """{name: whether Muon orthogonalizes it} of a model's arrays."""
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     params = params[0] if model is resnet else params
     chosen = algorithm.hidden_matrices(params)

@@ -1,4 +1,4 @@
-"""SwarmSGD on devices against the exact simulation of its events, and its quantised messages."""
+"""SwarmSGD on devices against the exact simulation of its events, and its quantized messages."""
 
 import functools
 
@@ -153,11 +153,11 @@ def matched_at_random(tx, gradient, x, data, seed):
     return run(x, jax.vmap(tx.init)(x))
 
 
-# --- quantised messages -------------------------------------------------------------------------
+# --- quantized messages -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combine", ["atc", "awc"])
-def test_quantised_averages_keep_the_mean_and_agree(combine):
+def test_quantized_averages_keep_the_mean_and_agree(combine):
     """No gradients, from far apart: failed averages widen the lattice until messages are read."""
     schedule = topology.make("hypercube", N)
     tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, bits=8)
@@ -185,7 +185,7 @@ def test_failed_averages_change_nobody():
 
 
 def test_the_lattice_follows_replicas_that_differ():
-    """Each is drawn to a place of its own: as near the middle as without quantisation, for good.
+    """Each is drawn to a place of its own: as near the middle as without quantization, for good.
 
     It ran away where replicas spoke coarser after a message that *they* could not read.
     """

@@ -129,14 +129,14 @@ def test_what_cannot_be_a_network_is_refused_by_its_entry(latency, bandwidth, na
         from_matrices(latency, bandwidth, names=("a", "b", "c"))
 
 
-def test_small_asymmetry_stays_and_large_can_be_symmetrised():
+def test_small_asymmetry_stays_and_large_can_be_symmetrized():
     slightly = changed(THREE_GBIT, (0, 2, 2.1e8))
     assert from_matrices(THREE_MS, slightly).bandwidth_bytes_per_s[0, 2] == 2.1e8
     # 40 us and 60 us are the same but for the clock.
     close = changed(THREE_MS, (0, 1, 40e-6), (1, 0, 60e-6))
     assert from_matrices(close, THREE_GBIT).latency_s[0, 1] == 40e-6
     network = from_matrices(
-        changed(THREE_MS, (0, 1, 9e-3)), changed(THREE_GBIT, (0, 2, 1e7)), symmetrise=True
+        changed(THREE_MS, (0, 1, 9e-3)), changed(THREE_GBIT, (0, 2, 1e7)), symmetrize=True
     )
     assert network.latency_s[0, 1] == network.latency_s[1, 0] == 9e-3
     assert network.bandwidth_bytes_per_s[0, 2] == network.bandwidth_bytes_per_s[2, 0] == 1e7

@@ -55,7 +55,7 @@ def test_samples_have_mean_one_their_spread_and_their_maxima(distribution):
         assert values @ weights == pytest.approx(wanted, rel=0.01)
 
 
-def test_a_trace_is_recognised():
+def test_a_trace_is_recognized():
     drawn = LogNormal(0.2).sample(np.random.default_rng(1), (4000, 10))
     for times, count in ((drawn, 1), (drawn.mean(axis=1), 10)):
         mean_s, variation = runtime.fit(0.2 * times, count)

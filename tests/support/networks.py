@@ -65,8 +65,8 @@ def numpy_resnet(tensors, images, moments=None):
         mean, var = tensors[f"{norm}.running_mean"], tensors[f"{norm}.running_var"]
         if moments is not None:
             mean, var = moments[norm] = x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))
-        normalised = (x - mean) / np.sqrt(var + 1e-5)
-        return normalised * tensors[f"{norm}.weight"] + tensors[f"{norm}.bias"]
+        normalized = (x - mean) / np.sqrt(var + 1e-5)
+        return normalized * tensors[f"{norm}.weight"] + tensors[f"{norm}.bias"]
 
     large_stem = tensors["conv1.weight"].shape[-1] == 7
     x = conv_norm(np.asarray(images, np.float64), "conv1", "bn1", 2 if large_stem else 1)

@@ -1,4 +1,4 @@
-"""Text that `subwords.normalise` changes, and what it becomes; and its odd characters."""
+"""Text that `subwords.normalize` changes, and what it becomes; and its odd characters."""
 
 SAME = {
     "  a \t b\u00a0c\u3000d  ": "a b c d",
@@ -17,7 +17,7 @@ SAME = {
 ODD = "aé'\" \n\u0301\u0338\u1100\u1161\ufe58\ufe63\u2033\u2057\u00a8\U0001f642"
 ODD = sorted({*"".join(SAME), *ODD})
 
-# References by their language, which a perfect translation gives in the spelling of `normalise`.
+# References by their language, which a perfect translation gives in the spelling of `normalize`.
 PERFECT = {
     "de": [
         "10⁻³ sind weniger als 1½ m² „groß“",

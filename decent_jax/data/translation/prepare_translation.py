@@ -23,7 +23,7 @@ from decent_jax.data.reading import as_paths
 from decent_jax.data.translation import sentence_pairs, subwords
 from decent_jax.data.translation.pair_folder import SPLITS, TranslationFolderWriter
 from decent_jax.data.translation.sentence_pairs import Lines, PairSource
-from decent_jax.data.translation.subwords import Subwords, normalise
+from decent_jax.data.translation.subwords import Subwords, normalize
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
 
@@ -67,7 +67,7 @@ def prepare(
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
     are spawned.
 
-    Training pairs are dropped when, normalised, a side is empty; both sides are the same text of
+    Training pairs are dropped when, normalized, a side is empty; both sides are the same text of
     four words or more; the pair occurred before; or is one of `val` or `test`; a side has more than
     156 subwords; or one side has more than twice the subwords of the other and 5. Pairs of a given
     `val` and `test` are dropped only for an empty side; one of more than 1024 subwords is refused.
@@ -196,7 +196,7 @@ def _survey_lines(
     hashes = np.zeros(len(task.lines.source), np.uint64)
     fates = np.zeros(len(task.lines.source), np.uint8)
     words: collections.Counter[str] = collections.Counter()
-    for i, (source, target) in enumerate(_normalised(task.lines)):
+    for i, (source, target) in enumerate(_normalized(task.lines)):
         pair = hashlib.blake2b(f"{source}\n{target}".encode(), digest_size=8)
         hashes[i] = int.from_bytes(pair.digest(), "little")
         fates[i] = _first_fate(source, target, task.split, val_fraction)
@@ -237,8 +237,8 @@ def _encode_lines(task: _Part, vocabulary: Subwords) -> tuple[np.ndarray, list[t
     assert task.fates is not None
     fates = task.fates.copy()
     kept = np.flatnonzero(fates < _EMPTY)
-    pairs = list(_normalised(task.lines))
-    ids = [vocabulary.encode_normalised([pairs[i][side] for i in kept.tolist()]) for side in (0, 1)]
+    pairs = list(_normalized(task.lines))
+    ids = [vocabulary.encode_normalized([pairs[i][side] for i in kept.tolist()]) for side in (0, 1)]
     lengths = np.array([[len(x) for x in side] for side in ids], np.int64).T.reshape(-1, 2)
     if task.split == "train":
         longer, shorter = lengths.max(1, initial=0), lengths.min(1, initial=1 << 30)
@@ -263,10 +263,10 @@ def _encode_lines(task: _Part, vocabulary: Subwords) -> tuple[np.ndarray, list[t
     return fates, parts
 
 
-def _normalised(lines: Lines) -> Iterator[tuple[str, str]]:
+def _normalized(lines: Lines) -> Iterator[tuple[str, str]]:
     for i, sides in enumerate(zip(lines.source, lines.target, strict=True)):
         try:
-            yield normalise(sides[0].decode()), normalise(sides[1].decode())
+            yield normalize(sides[0].decode()), normalize(sides[1].decode())
         except UnicodeDecodeError as error:
             place = lines.places[0 if error.object == sides[0] else 1]  # it holds a copy
             raise DataError(f"{place}, line {lines.line + i}: invalid UTF-8") from None

@@ -50,7 +50,7 @@ REMOVED = "\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e
 _CHANGED, _REMOVED = re.compile(f"[{''.join(_REPLACEMENT)}]"), re.compile(f"[{REMOVED}]")
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """The text in a canonical spelling.
 
     NFC; one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and dashes (`–`);
@@ -88,11 +88,11 @@ class Subwords:
         self.sha256 = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text` once normalised: uint16 (tokens,), without start and end."""
-        return np.array(self._processor.encode(normalise(text)), np.uint16)
+        """The ids of `text` once normalized: uint16 (tokens,), without start and end."""
+        return np.array(self._processor.encode(normalize(text)), np.uint16)
 
-    def encode_normalised(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, all normalised already."""
+    def encode_normalized(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, all normalized already."""
         return self._processor.encode(texts, num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -254,7 +254,7 @@ def _tokenizer(pieces: list[str]) -> dict:
 
 
 def _spelling() -> list[dict]:
-    """`subwords.normalise`, and sentencepiece's signs for spaces."""
+    """`subwords.normalize`, and sentencepiece's signs for spaces."""
     same = [_replacing({"Regex": _one_of(others)}, plain) for plain, others in SAME.items()]
     white = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
     return [

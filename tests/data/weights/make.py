@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests/support:tests/models python tests/data/weights/make.py
 
-With transformers (5.24.0, torch 2.13.0): ``gpt2*`` and ``llama*`` are models that it initialised,
+With transformers (5.24.0, torch 2.13.0): ``gpt2*`` and ``llama*`` are models that it initialized,
 spread and saved; ``marian`` and ``pegasus`` hold our export of the parameters that the tests draw,
 as it read it, with position tables cut to 16 rows. With torchvision (0.28.0):
 ``resnet`` holds logits of its resnet18 and resnet50 around our export. All are float32.
