@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from decent_jax import replicas, topology
+from decent_jax import replicas, topology, train
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.json_files import flat
 from decent_jax.optim import METHODS
+from decent_jax.tasks import TASKS
 from decent_jax.topology import graphs
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
@@ -100,6 +102,16 @@ def test_files_and_modules_that_are_named_exist(name):
     ]
     assert not missing
 
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if "docs/log" not in name])
+def test_fields_that_are_named_exist(name):
+    fields = {field for task in TASKS for field in flat(train.default_config(task))}
+    sections = {field.partition(".")[0] for field in fields if "." in field}
+    named = re.findall(r"`([a-z_]+\.[a-z_0-9]+)(?:=[^`\s]*)?`", (ROOT / name).read_text())
+    assert {x for x in named if x.partition(".")[0] in sections} <= fields | FILES
+
+
+FILES = {"model.safetensors", "log.txt", "peers.json"}  # with names like fields
 
 # --- Commands -------------------------------------------------------------------------------------
 
