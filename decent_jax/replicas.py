@@ -25,6 +25,14 @@ def __dir__() -> list[str]:
     return sorted(name for name in found if not name.startswith("_"))
 
 
+class TrainState(NamedTuple):
+    """Everything a training step changes; every leaf is stacked, (n, ...)."""
+
+    params: Any
+    model_state: Any
+    opt_state: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """``num_replicas`` replicas on the devices of a mesh axis ``"replica"``, a block per device.

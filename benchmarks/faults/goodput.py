@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
 from benchmarks.faults.peers import PROGRAMS, flags_of, pids_of
 from benchmarks.run_on_hosts import ROOT, SCRIPT, environment, hosts, inside, names_of_hosts
+from decent_jax.checkpoints.in_memory import MEMORY, folder_of
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.plots.style import new_figure, save
-from decent_jax.train.memory_checkpoints import MEMORY, folder_of
 
 UNDISTURBED_S, HOSTS, MBIT = 60.0, 4, 1000
 AGENT = "decent_jax.cluster.agent"

@@ -24,8 +24,8 @@ import orbax.checkpoint as ocp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
+from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train import ConfigError, flags, validate
-from decent_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"num_replicas": 4, "batch_size": 8, "optimizer.accum_steps": 3, "checkpoint.every": 7}

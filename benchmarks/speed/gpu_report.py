@@ -41,9 +41,9 @@ from benchmarks.speed import update
 from benchmarks.speed.step_time import Parts, Variant
 from decent_jax import replicas
 from decent_jax.gossip.codecs import NAMED, bytes_sent
+from decent_jax.monitor.goodput import peak
 from decent_jax.train import config as config_lib
 from decent_jax.train import default_config
-from decent_jax.train.goodput import peak
 
 Row = dict[str, Any]
 GPT2 = {"preset": "small", "vocab_size": 50304, "bias": False, "context": 1024}

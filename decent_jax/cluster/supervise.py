@@ -3,7 +3,7 @@
 On every host an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process is
 lost, the supervisor ends all of them at once and restarts all of them, the lost one on its own
 host or on a spare one; they resume from the in-memory checkpoints of their hosts
-(`decent_jax.train.memory_checkpoints`), else from the last checkpoint on disk. Without a spare
+(`decent_jax.checkpoints.in_memory`), else from the last checkpoint on disk. Without a spare
 host, the run continues on the remaining ones.
 
 A process is lost if a signal ended it, or if its agent has died or does not answer. The order in

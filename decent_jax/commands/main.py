@@ -8,7 +8,7 @@ import signal
 import sys
 import types
 
-from decent_jax.ground import extras, goodput_file, machine
+from decent_jax.ground import extras, machine
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -21,6 +21,7 @@ from decent_jax.ground.errors import (
 )
 from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shorten, shown
+from decent_jax.monitor import goodput_file
 
 # name: (module whose `main` it is, what it does).
 COMMANDS = {
@@ -120,7 +121,8 @@ def train(argv: list[str], prog: str) -> int:
     open_streams()
     try:
         training = import_module("decent_jax.train")
-        from decent_jax.train import flags, goodput
+        from decent_jax.monitor import goodput
+        from decent_jax.train import flags
 
         config, workdir = flags.parse(argv, prog)
         if workdir is None:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from decent_jax.ground import goodput_file, run_state
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.format import format_bytes, format_duration, format_number, printable
 from decent_jax.ground.json_files import is_real
 from decent_jax.ground.run_folder import SCORES
-from decent_jax.ground.run_state import RunState
+from decent_jax.monitor import goodput_file, run_state
+from decent_jax.monitor.run_state import RunState
 
 _INCIDENTS = 4  # shown, the newest
 _ROWS = 16  # replicas shown, those with the largest loss

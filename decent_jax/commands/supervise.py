@@ -34,11 +34,12 @@ from pathlib import Path
 from decent_jax import tasks
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
-from decent_jax.ground import extras, goodput_file
+from decent_jax.ground import extras
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
 from decent_jax.ground.json_files import flat
+from decent_jax.monitor import goodput_file
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.train.settings import Config

@@ -14,6 +14,7 @@ from decent_jax.ground.format import printable, shorten
 from decent_jax.ground.json_files import flat, read_bytes, read_text
 
 METRICS = "metrics.jsonl"
+LOCK = ".lock"  # names its owner
 START = "run.json"  # facts about the current or last session
 _LARGEST = 2**62  # more than any step or count
 _MOST_BYTES = 1 << 30  # of metrics.jsonl

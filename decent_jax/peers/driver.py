@@ -15,21 +15,23 @@ import numpy as np
 from decent_jax import replicas
 from decent_jax.actors.handles import Actor, Actors, own_host
 from decent_jax.actors.ray_cluster import check_address, running
+from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.ground import connections
 from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.progress import Progress
+from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.peers import Config, peer_run
 from decent_jax.peers.peer_run import FOLDER, Place
 from decent_jax.peers.protocol import Arrays, Format
 from decent_jax.peers.step_boundary import averaged
 from decent_jax.peers.supervisor import Supervisor
+from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.metrics import MetricWriter, shown
-from decent_jax.train.step import TrainState
+from decent_jax.train.rows import shown
+from decent_jax.train.saver import Saver
 from decent_jax.train.synchronous import init, time_steps
 from decent_jax.train.workdir import Signals, Workdir
 

@@ -25,9 +25,10 @@ from decent_jax.peers import events
 from decent_jax.peers.peer_run import FOLDER, MANIFEST, Place, open_peer, read_manifest
 from decent_jax.peers.protocol import Format, pull_of, sent_of
 from decent_jax.peers.step_boundary import StateChanges, number, on_host
+from decent_jax.replicas import TrainState
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.step import TrainState, make_step
+from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import init
 
 

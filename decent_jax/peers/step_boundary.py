@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from decent_jax.monitor.goodput import Clock
 from decent_jax.optim import METHODS, trees
 from decent_jax.peers import events
 from decent_jax.peers.peer_run import CommonProgress, Place
 from decent_jax.peers.protocol import Arrays, Averager, JoinState
+from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm
-from decent_jax.train.checkpoint import Saver
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.goodput import Clock
-from decent_jax.train.step import TrainState
+from decent_jax.train.saver import Saver
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Workdir
 

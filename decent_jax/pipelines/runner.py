@@ -15,21 +15,21 @@ import numpy as np
 
 from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import check_address, running
+from decent_jax.checkpoints.on_disk import change_of
 from decent_jax.ground.format import format_bytes, format_duration, format_number
+from decent_jax.monitor.comm_metrics import CommMetrics
+from decent_jax.monitor.goodput import Clock
 from decent_jax.pipelines import Config
 from decent_jax.pipelines.executor import Span
 from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import WorkerCheckpoints, Workers, nodes_of
-from decent_jax.replicas import Consensus
+from decent_jax.replicas import Consensus, TrainState
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import Saver, change_of
-from decent_jax.train.comm_metrics import CommMetrics
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.goodput import Clock
 from decent_jax.train.saved_model import restore_model
-from decent_jax.train.step import TrainState
+from decent_jax.train.saver import Saver
 from decent_jax.train.synchronous import TIMED
 from decent_jax.train.workdir import Workdir
 

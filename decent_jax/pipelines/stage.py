@@ -16,17 +16,16 @@ import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, optim, replicas
+from decent_jax.checkpoints import arrays
 from decent_jax.gossip import codecs
 from decent_jax.models import decoders
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.pipelines import Config
 from decent_jax.pipelines.part import Part
-from decent_jax.replicas import Placement
+from decent_jax.replicas import Placement, TrainState
 from decent_jax.topology import Schedule
-from decent_jax.train import checkpoint_arrays as arrays
 from decent_jax.train import step as step_lib
 from decent_jax.train import xla
-from decent_jax.train.step import TrainState
 
 _MESSAGES = 2**30  # keys for their stochastic rounding, distinct from those for dropout
 
@@ -153,7 +152,7 @@ class Stage:
         return f"{arrays.STAGE}{self.part.stage}"
 
     def save(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
-        """Start to write its state; see `decent_jax.train.checkpoint_arrays.begin`."""
+        """Start to write its state; see `decent_jax.checkpoints.arrays.begin`."""
         return self._run(arrays.begin, writer, draft, self.name, arrays.tree_of(self.state))
 
     def save_model(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:

@@ -14,12 +14,14 @@ from jax.experimental import multihost_utils
 from decent_jax import replicas, tasks
 from decent_jax.actors import handles
 from decent_jax.actors.ray_cluster import leave_launcher
+from decent_jax.checkpoints.on_disk import reason_of
 from decent_jax.cluster.start import limit_exchanges
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce as announce_on_stderr
+from decent_jax.monitor.comm_metrics import CommMetrics
 from decent_jax.pipelines import Config
 from decent_jax.pipelines import part as parts
 from decent_jax.pipelines.executor import Channel, Key, Mailbox, StageExecutor, open_batches
@@ -28,8 +30,6 @@ from decent_jax.pipelines.stage import Stage
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment, xla
-from decent_jax.train.checkpoint import reason_of
-from decent_jax.train.comm_metrics import CommMetrics
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.workdir import Workdir, open_workdir
 

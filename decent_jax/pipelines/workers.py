@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from decent_jax.actors.handles import Actors, Call, Lost, Node, Silent, Unanswered
+from decent_jax.checkpoints import on_disk as folders
+from decent_jax.checkpoints.arrays import STAGE
+from decent_jax.checkpoints.on_disk import BEST, FOLDER
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.pipelines import Config
 from decent_jax.pipelines.worker import Worker, WorkerSpec
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import checkpoint as folders
-from decent_jax.train.checkpoint import BEST, FOLDER
-from decent_jax.train.checkpoint_arrays import STAGE
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # until Ray knows of a dead actor
@@ -200,7 +200,7 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
 
 
 class WorkerCheckpoints:
-    """As `decent_jax.train.checkpoint.Checkpointer`, but the workers write.
+    """As `decent_jax.checkpoints.on_disk.Checkpointer`, but the workers write.
 
     Args:
       workdir: of the run.

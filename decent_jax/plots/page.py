@@ -7,11 +7,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from decent_jax.ground import goodput_file, run_state
 from decent_jax.ground.command_line import MARK
 from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import write_atomic
 from decent_jax.ground.run_folder import IGNORED, SCORES, RunFolder, smoothed
+from decent_jax.monitor import goodput_file, run_state
 from decent_jax.plots import style
 
 REPORT = "report.html"  # of a run directory

@@ -17,14 +17,7 @@ from matplotlib.ticker import EngFormatter
 
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_number
-from decent_jax.ground.run_folder import (
-    IGNORED,
-    SCORES,
-    RunFolder,
-    label_runs,
-    load_run,
-    smoothed,
-)
+from decent_jax.ground.run_folder import IGNORED, SCORES, RunFolder, label_runs, load_run, smoothed
 from decent_jax.plots import style
 from decent_jax.plots.style import COLOURS, GREY, GRID, INK
 

@@ -25,7 +25,7 @@ from decent_jax.ground.errors import (
     PeerLost,
     TrainingFailed,
 )
-from decent_jax.train import goodput
+from decent_jax.monitor import goodput
 from decent_jax.train.config import default_config, parse, trainer_of, validate
 
 

@@ -18,20 +18,14 @@ from decent_jax import tasks, topology
 from decent_jax.cluster import start as cluster
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import (
-    Field,
-    check_rules,
-    in_steps,
-    parse_duration,
-    section,
-    setting,
-)
+from decent_jax.ground.fields import Field, check_rules, in_steps, parse_duration, section, setting
 from decent_jax.ground.format import shorten, shown
 from decent_jax.ground.json_files import flat, read_json
+from decent_jax.monitor import trackers
 from decent_jax.optim import METHODS
 from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import algorithm, trackers
+from decent_jax.train import algorithm
 from decent_jax.train.settings import SYNCHRONOUS, TRAINERS, Config
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -156,7 +150,7 @@ def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
     Raises:
       ConfigError: as `validate`.
     """
-    trackers.named(config)
+    trackers.named(config.log.trackers)
     _check_sizes(config)
     cluster.check(config)
     plan = load_plan(config)

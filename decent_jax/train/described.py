@@ -25,13 +25,13 @@ from decent_jax.cluster import start as cluster
 from decent_jax.data import loader
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import format_bytes, format_number, shown
+from decent_jax.monitor.goodput import peak_of
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm, experiment, hlo, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.delayed_step import Blocks
-from decent_jax.train.goodput import peak_of
 from decent_jax.train.settings import Config
 
 MOST_DEVICES = 10_000

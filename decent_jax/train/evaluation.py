@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax import optim, replicas
 from decent_jax.data import loader
-from decent_jax.replicas import Placement
+from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import RecomputesState, Task
 from decent_jax.train.settings import Config
-from decent_jax.train.step import TrainState
 
 
 class Model(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from decent_jax import replicas, tasks
+from decent_jax.checkpoints import arrays
 from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
@@ -20,15 +21,14 @@ from decent_jax.ground import json_files, machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import LARGEST
 from decent_jax.plan.plan_file import Plan
-from decent_jax.replicas import Placement
+from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import algorithm, checkpoint_arrays, xla
+from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
 from decent_jax.train.settings import Config
-from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Workdir, open_workdir
 
 
@@ -288,7 +288,7 @@ def _check_fits_the_model(config, task, tx, rate, placement) -> None:
         raise ConfigError(
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
         ) from None
-    checkpoint_arrays.check(TrainState(params, model_state, kept))
+    arrays.check(TrainState(params, model_state, kept))
     check_state(placement, (params, kept))
 
 

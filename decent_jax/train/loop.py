@@ -11,19 +11,21 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 
+from decent_jax.checkpoints.in_memory import AUTOMATIC, MemoryCheckpoints
+from decent_jax.checkpoints.on_disk import what_next
 from decent_jax.cluster import supervise
 from decent_jax.cluster.agreement import Agreement
-from decent_jax.ground import goodput_file
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.run_folder import read_metrics
-from decent_jax.train import algorithm, goodput
-from decent_jax.train.checkpoint import Saver, what_next
+from decent_jax.monitor import goodput, goodput_file
+from decent_jax.monitor.goodput import Clock, Ledger
+from decent_jax.monitor.metrics_file import MetricWriter
+from decent_jax.replicas import TrainState
+from decent_jax.train import algorithm
 from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.goodput import Clock, Ledger
-from decent_jax.train.memory_checkpoints import AUTOMATIC, MemoryCheckpoints
-from decent_jax.train.metrics import MetricWriter, Report
-from decent_jax.train.step import TrainState
+from decent_jax.train.rows import Report
+from decent_jax.train.saver import Saver
 from decent_jax.train.workdir import Signals, Workdir
 
 
@@ -32,13 +34,13 @@ class Runner(Protocol):
 
     Attributes:
       experiment: what is trained.
-      checkpoints: on disk, as `decent_jax.train.checkpoint.Checkpointer`.
+      checkpoints: on disk, as `decent_jax.checkpoints.on_disk.Checkpointer`.
       state: the state to save; None if the checkpoints know it themselves.
       evaluates: whether it evaluates, accounts for the time of the run and shows the time left, or
         leaves that to another process.
-      peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: unknown.
-      memory: in-memory checkpoints (`decent_jax.train.memory_checkpoints`) of ``state``, or None.
-      comm_metrics: of this process, `decent_jax.train.comm_metrics.CommMetrics`.
+      peak: FLOP/s of its devices, see `decent_jax.monitor.goodput.peak`; None: unknown.
+      memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
+      comm_metrics: of this process, `decent_jax.monitor.comm_metrics.CommMetrics`.
       messages: their entries in ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
 

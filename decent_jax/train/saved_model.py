@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 
 from decent_jax import replicas, tasks
+from decent_jax.checkpoints import arrays
+from decent_jax.checkpoints.on_disk import BEST, FOLDER, first_whole, log
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
-from decent_jax.train import checkpoint_arrays
 from decent_jax.train import config as config_lib
-from decent_jax.train.checkpoint import BEST, FOLDER, first_whole, log
 from decent_jax.train.evaluation import Evaluator
 
 
@@ -118,7 +118,7 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
     """
 
     def consensus(folder, meta):
-        *stacked, weights = checkpoint_arrays.read(folder, meta, "params", "model_state", "weights")
+        *stacked, weights = arrays.read(folder, meta, "params", "model_state", "weights")
         return jax.device_get(jax.jit(replicas.consensus_mean)(stacked, weights))
 
     best = which == "best"
@@ -135,7 +135,7 @@ def load_replicas(workdir: str | Path, step: int | None = None) -> Saved:
 
 
 def _models(folder: Path, meta: dict) -> list[Any]:
-    return checkpoint_arrays.read(folder, meta, "params", "model_state")
+    return arrays.read(folder, meta, "params", "model_state")
 
 
 def _read(workdir: str | Path, name: str, read: Callable, step: int | None = None) -> Saved:

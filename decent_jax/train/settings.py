@@ -1,15 +1,19 @@
 """The settings of a run: one frozen dataclass for each section of a config.
 
-Other rooms declare their sections beside their code (`decent_jax.cluster.start.Cluster`, a task's
-``Model`` and ``Data``, those of peers and pipelines); `decent_jax.train.config` adds them.
+Other rooms declare their sections beside their code (`decent_jax.checkpoints`,
+`decent_jax.monitor`, `decent_jax.cluster.start`, a task's ``Model`` and ``Data``, peers and
+pipelines); `decent_jax.train.config` adds those of tasks, methods and trainers.
 """
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from decent_jax.checkpoints import Checkpoint, Recovery
 from decent_jax.cluster.start import Cluster
 from decent_jax.gossip import codecs
 from decent_jax.ground.fields import changeable, section, setting
+from decent_jax.monitor.metrics_file import Log
+from decent_jax.monitor.step_trace import Profile
 from decent_jax.optim import METHODS
 from decent_jax.tasks import TaskConfig
 
@@ -72,29 +76,6 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What is saved."""
-
-    every: int | str = changeable(1000, "steps between checkpoints; 0: never", duration=True)
-    every_minutes: float = changeable(10.0, "minutes between them; 0: never", at_least=0)
-    keep: int = changeable(2, "newest checkpoints to keep, besides the best", at_least=1)
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What is kept in memory, for the loss of a process; see docs/clusters.md."""
-
-    every: int = changeable(
-        -1,
-        "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
-        at_least=-1,
-    )
-    mirror: bool = changeable(
-        False, "whether each process also mirrors the in-memory checkpoint of another"
-    )
-
-
-@dataclass(frozen=True)
 class Eval:
     """Evaluation of the consensus model."""
 
@@ -106,21 +87,6 @@ class Eval:
     replicas: bool = changeable(
         False, "also evaluate each replica: the worst and the mean, such as eval/loss_worst"
     )
-
-
-@dataclass(frozen=True)
-class Log:
-    """Rows of metrics.jsonl, and where else they go."""
-
-    every: int = changeable(10, "steps per row of metrics.jsonl", at_least=1)
-    trackers: str = changeable("", "tensorboard, wandb or your own classes; comma-separated")
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The trace of jax's profiler."""
-
-    count: int = changeable(0, "steps to trace into workdir/profile, after 10", at_least=0)
 
 
 @dataclass(frozen=True)

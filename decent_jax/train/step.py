@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,14 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, optim, replicas
+from decent_jax.checkpoints.executables import NO_CACHE, ExecutableCache
 from decent_jax.cpu.overlap import Parts, overlapped
-from decent_jax.replicas import Placement
+from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import xla
 from decent_jax.train.delayed_step import DelayedStep
-from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache
 from decent_jax.train.settings import Config
-
-
-class TrainState(NamedTuple):
-    """Everything a step changes; every leaf has the leading replica dimension (n, ...)."""
-
-    params: Any
-    model_state: Any
-    opt_state: Any
 
 
 def learning_rate(config: Config, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:

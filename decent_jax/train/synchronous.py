@@ -13,23 +13,26 @@ import jax
 import numpy as np
 
 from decent_jax import optim, replicas
+from decent_jax.checkpoints.executables import NO_CACHE, ExecutableCache, open_cache
+from decent_jax.checkpoints.in_memory import MemoryCheckpoints, open_memory_checkpoints
+from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.cluster import watch
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes, format_duration, format_number
+from decent_jax.ground.json_files import flat
+from decent_jax.monitor.comm_metrics import CommMetrics, Times
+from decent_jax.monitor.goodput import Clock, Idle, peak
+from decent_jax.monitor.step_trace import StepTrace
+from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm, loop, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.checkpoint import Checkpointer, Saver
-from decent_jax.train.comm_metrics import CommMetrics, Times
 from decent_jax.train.delayed_step import Blocks
 from decent_jax.train.evaluation import Evaluator, Model
-from decent_jax.train.executable_cache import NO_CACHE, ExecutableCache, open_cache
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
-from decent_jax.train.goodput import Clock, Idle, peak
-from decent_jax.train.memory_checkpoints import MemoryCheckpoints, open_memory_checkpoints
+from decent_jax.train.saver import Saver
 from decent_jax.train.settings import Config
-from decent_jax.train.step import TrainState, make_step
-from decent_jax.train.step_trace import StepTrace
+from decent_jax.train.step import make_step
 from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
@@ -80,7 +83,7 @@ class Synchronous:
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.memory: MemoryCheckpoints | None = open_memory_checkpoints(
-            experiment.config, work, self.shapes, experiment.placement
+            experiment.config.recovery, work.path, self.shapes, experiment.placement, work.say
         )
         self.state: Any = None
         self._batches: Any = None  # of the next steps, or the error that prevents them
@@ -110,7 +113,7 @@ class Synchronous:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
         folder = None if self.memory is None else self.memory.folder
-        cache = open_cache(experiment.config, folder, experiment.placement)
+        cache = open_cache(flat(experiment.config), folder, experiment.placement)
         self.programs = Programs(experiment, work, clock, self.cost, self.first, cache)
         self._profile = StepTrace(experiment.config.profile.count, work.path, work.say)
         self._steps = experiment.steps

@@ -22,18 +22,17 @@ import jax
 
 from decent_jax.cluster import start, watch
 from decent_jax.cluster.supervise import PLACE
-from decent_jax.ground import extras, goodput_file, json_files
+from decent_jax.ground import extras, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, name_all, shorten
 from decent_jax.ground.progress import Progress, announce
-from decent_jax.ground.run_folder import METRICS, START, read_metrics
+from decent_jax.ground.run_folder import LOCK, METRICS, START, read_metrics
+from decent_jax.monitor import goodput_file, trackers
+from decent_jax.monitor.metrics_file import MetricWriter
+from decent_jax.monitor.trackers import Trackers
 from decent_jax.train import config as config_lib
-from decent_jax.train import trackers
-from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.settings import Config
-from decent_jax.train.trackers import Trackers
 
-LOCK = ".lock"
 PATIENCE_S = 2.0  # after Ctrl-C, until another one means "exit at once"
 _SHARED_S = 10.0  # until a file of process 0 is visible to all, if they share the folder
 _LOOK_S = 0.1  # between two attempts at a lock
@@ -215,7 +214,7 @@ class Workdir:
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
         if not self.quiet:
-            makes = trackers.named(self.config)
+            makes = trackers.named(self.config.log.trackers)
             self.trackers = Trackers(makes, self.path, start_step, self.incident)
             self.trackers.log_hyperparameters(json_files.flat(self.config))
         return MetricWriter(

@@ -11,7 +11,8 @@ import tiny
 from several import by_output, free_port, lives, until, wait_for_rows
 from test_supervise import ROOT, SUPERVISE
 
-from decent_jax.train import memory_checkpoints, saved_model
+from decent_jax.checkpoints import in_memory
+from decent_jax.train import saved_model
 
 
 @pytest.mark.slow
@@ -45,7 +46,7 @@ def test_a_process_is_killed_and_all_go_on_from_memory_then_one_is_left_out(
     # The data goes on where the last copy was: no example is left out.
     meta = saved_model.load_replicas(workdir, 16).meta
     assert meta["examples"] == 8 * resumed[1] + 4 * (16 - resumed[1])
-    assert not list(Path("/dev/shm").glob(f"*/{memory_checkpoints.folder_of(workdir).parent.name}"))
+    assert not list(Path("/dev/shm").glob(f"*/{in_memory.folder_of(workdir).parent.name}"))
 
 
 @pytest.mark.slow
@@ -70,9 +71,7 @@ def test_a_host_is_lost_with_its_memory_and_a_spare_one_takes_its_place(
     (tmp_path / "b").touch()
     lost.parent().kill()
     until(lambda: not lives(lost), process)  # it may be writing a copy
-    memory = Path(
-        "/dev/shm", f"decent_jax-{os.getuid()}", memory_checkpoints.folder_of(workdir).parent.name
-    )
+    memory = Path("/dev/shm", f"decent_jax-{os.getuid()}", in_memory.folder_of(workdir).parent.name)
     shutil.rmtree(memory / "b")
     assert process.wait(timeout=300) == 0, process.words.read_text()[-3000:]
     words = process.words.read_text()

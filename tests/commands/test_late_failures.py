@@ -19,10 +19,10 @@ import raising_task
 import small_runs
 import tiny
 
+from decent_jax.checkpoints import on_disk
 from decent_jax.commands import main as command
 from decent_jax.ground import errors, json_files
 from decent_jax.plots import runs as plot
-from decent_jax.train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
@@ -270,9 +270,9 @@ def test_code_of_ours_that_raises(line, here, capfd, monkeypatch):
 
     for name in ("read_json", "read_text", "read_bytes"):
         monkeypatch.setattr(json_files, name, raises)
-    monkeypatch.setattr(checkpoint, "steps", raises)
+    monkeypatch.setattr(on_disk, "steps", raises)
     monkeypatch.setattr("decent_jax.train.saved_model.TrainedRun", raises)
-    monkeypatch.setattr("decent_jax.ground.run_state.read", raises)
+    monkeypatch.setattr("decent_jax.monitor.run_state.read", raises)
     assert errors.unforeseen(KeyError("a"))
     code = command.main(shlex.split(line))
     said = capfd.readouterr().err

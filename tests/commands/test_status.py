@@ -12,14 +12,14 @@ import tiny
 from refusals import refuses
 
 from decent_jax.commands import status, supervise
-from decent_jax.ground import goodput_file, machine, run_state
+from decent_jax.ground import machine
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_bytes
 from decent_jax.ground.json_files import write_json_atomic
+from decent_jax.monitor import comm_metrics, goodput_file, run_state
+from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.peers.events import EventLog
-from decent_jax.train import comm_metrics
 from decent_jax.train.config import parse
-from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.workdir import open_workdir
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -10,8 +10,8 @@ from refusals import refuses
 from trees import assert_close, assert_equal
 
 from decent_jax import gossip, optim, replicas, topology
-from decent_jax.train import checkpoint_arrays
-from decent_jax.train.step import TrainState
+from decent_jax.checkpoints import arrays
+from decent_jax.replicas import TrainState
 
 
 def init(key):
@@ -211,7 +211,7 @@ def test_push_sum_is_resized_to_what_it_conserves():
     np.testing.assert_allclose(mean, kept, atol=1e-6)
     assert abs(replicas.consensus_mean(z)["x"] - kept).max() > 1e-3
     state = TrainState(z, {}, state)
-    resized = checkpoint_arrays.change_replicas(state, replicas.place(2, jax.devices()[:1]), 1)
+    resized = arrays.change_replicas(state, replicas.place(2, jax.devices()[:1]), 1)
     np.testing.assert_allclose(resized.params["x"], np.stack([kept] * 2), atol=1e-6)
     np.testing.assert_array_equal(resized.opt_state.own.w, np.ones(2))
 

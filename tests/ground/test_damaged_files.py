@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import topology
-from decent_jax.ground import goodput_file, json_files, run_folder
+from decent_jax.checkpoints import on_disk
+from decent_jax.ground import json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.weights import load_decoder
+from decent_jax.monitor import goodput, goodput_file
 from decent_jax.peers import events, peer_run
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
-from decent_jax.train import checkpoint, goodput, saved_model, workdir
 from decent_jax.train import config as config_lib
+from decent_jax.train import saved_model, workdir
 from decent_jax.train.config import parse
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
@@ -45,9 +47,9 @@ def real_files(folder):
     """{name: the bytes of a file as the package writes it}"""
     plan_file.Plan(("a/0", "b/0"), topology.make("one_peer_exp", 2)).save(folder / "plan.json")
     network.from_matrices(np.full((3, 3), 1e-5), np.full((3, 3), 1e9)).save(folder / "network.json")
-    draft = checkpoint.draft_of(folder / "checkpoints", 4)
+    draft = on_disk.draft_of(folder / "checkpoints", 4)
     draft.mkdir(parents=True)
-    checkpoint.finish(draft, META, keep=1)
+    on_disk.finish(draft, META, keep=1)
     return {
         "peers.json": json.dumps(PEERS).encode(),
         "events-0.jsonl": "".join(json.dumps(event) + "\n" for event in EVENTS).encode(),
@@ -85,7 +87,7 @@ def read_manifest(path):
 
 def read_meta(path):
     try:
-        checkpoint.read_meta(path.parent)
+        on_disk.read_meta(path.parent)
     except ValueError as error:  # of whom `first_whole` names the checkpoint
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -99,7 +101,7 @@ READERS = {
     "events-0.jsonl": (lambda path: list(events.read(path)),),
     "network.json": (network.load,),
     "4/meta.json": (read_meta,),
-    "checkpoints/run.json": (lambda path: checkpoint.run_of(path.parents[1]),),
+    "checkpoints/run.json": (lambda path: on_disk.run_of(path.parents[1]),),
 }
 NUMBERS = [b"1e999", b"-1", b"0", b"9" * 5000, b"1e400", b"NaN", b"2.5", b"9" * 20, b"-Infinity"]
 VALUES = [*NUMBERS, b"null", b"[]", b"{}", b'""', b"true", b"[" * 20_000, b'"\\u001b[31m"', b"\xff"]

@@ -16,7 +16,7 @@ GROUND = {"ground"}
 # room: what it may import besides the ground and itself.
 ARROWS = {
     "topology": set(),
-    "plots": {"topology"},
+    "plots": {"monitor", "topology"},
     "plan": {"topology"},
     "gossip": {"topology", "cpu"},
     "replicas": {"gossip"},
@@ -25,17 +25,22 @@ ARROWS = {
     "data": set(),
     "tasks": {"models", "data"},
     "cluster": {"plan", "topology"},
+    "checkpoints": {"cluster", "optim", "replicas"},
+    "monitor": set(),
     "train": {
-        *("tasks", "optim", "gossip", "replicas", "topology"),
+        *("checkpoints", "monitor", "tasks", "optim", "gossip", "replicas", "topology"),
         *("data", "cluster", "cpu", "plots", "plan"),
     },
     "cpu": set(),
     "planner": {"plan", "plots", "topology"},
     "actors": {"cluster"},
-    "peers": {"train", "actors", "data", "replicas", "optim", "topology", "gossip"},
+    "peers": {
+        *("train", "checkpoints", "monitor", "actors", "data", "replicas", "optim", "topology"),
+        "gossip",
+    },
     "pipelines": {
-        *("train", "actors", "tasks", "models", "data", "optim", "gossip", "replicas"),
-        *("topology", "cluster", "plan"),
+        *("train", "checkpoints", "monitor", "actors", "tasks", "models", "data", "optim"),
+        *("gossip", "replicas", "topology", "cluster", "plan"),
     },
 }
 # Each can be deleted with its tests, and the rest passes.
@@ -50,22 +55,24 @@ COMMAND_FILES = {
 MOST_LINES = {
     "topology": 791,
     "gossip": 866,
-    "replicas": 198,
+    "replicas": 202,
     "optim": 1411,
     "models": 1417,
     "data": 3359,
     "tasks": 1084,
-    "train": 4293,
+    "train": 3012,
+    "checkpoints": 864,
+    "monitor": 661,
     "cpu": 286,
     "cluster": 1303,
     "planner": 2333,
-    "actors": 190,
+    "actors": 187,
     "peers": 1913,
-    "pipelines": 1079,
+    "pipelines": 1078,
     "plan": 157,
-    "plots": 694,
-    "commands": 743,
-    "ground": 1171,
+    "plots": 687,
+    "commands": 746,
+    "ground": 937,
     "__init__": 13,
 }
 # What users may call in a loop of their own knows pytrees only.

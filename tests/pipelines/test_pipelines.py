@@ -12,6 +12,7 @@ from refusals import refused, refuses
 
 from decent_jax import replicas
 from decent_jax.ground.errors import PeerLost
+from decent_jax.monitor.goodput import Clock
 from decent_jax.pipelines.executor import Mailbox, StageExecutor, open_batches
 from decent_jax.pipelines.part import total_norm
 from decent_jax.plan import orders
@@ -20,7 +21,6 @@ from decent_jax.train import xla
 from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
-from decent_jax.train.goodput import Clock
 from decent_jax.train.step import gradient, make_step
 from decent_jax.train.synchronous import Feed, init
 

@@ -13,14 +13,15 @@ from networks import assert_close
 from pipeline_threads import Threads
 from test_pipelines import config_of, flat
 
+from decent_jax.checkpoints import on_disk
+from decent_jax.checkpoints.on_disk import reason_of
 from decent_jax.ground.errors import CheckpointError, TrainingFailed
+from decent_jax.monitor.goodput import Clock
 from decent_jax.pipelines.runner import Pipelines
 from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import WorkerCheckpoints
-from decent_jax.train import checkpoint, saved_model
-from decent_jax.train.checkpoint import reason_of
+from decent_jax.train import saved_model
 from decent_jax.train.config import parse
-from decent_jax.train.goodput import Clock
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -165,7 +166,7 @@ def test_all_stages_go_on_from_the_checkpoint_before_one_that_is_damaged(
         assert "step 3 is damaged" in said[0]
         # The next one is not removed in favour of that one, nor of a session's that was killed.
         (folder / "checkpoints" / ".2.draft" / "stage-0").mkdir(parents=True)
-        assert not checkpoint.drop_best_after(folder, 1)
+        assert not on_disk.drop_best_after(folder, 1)
         checkpoints_of(threads, folder, keep=1).save(2, None, meta_of(threads))
         again = checkpoints_of(threads, folder, keep=1)
         again.save(2, None, meta_of(threads))

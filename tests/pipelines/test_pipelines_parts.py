@@ -17,6 +17,7 @@ from decent_jax.actors.handles import Lost, Node, Silent
 from decent_jax.gossip import codecs
 from decent_jax.ground import connections
 from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
+from decent_jax.monitor.goodput import Clock
 from decent_jax.pipelines import links, part
 from decent_jax.pipelines.executor import Channel, Key, Mailbox, Span
 from decent_jax.pipelines.runner import Pipelines
@@ -24,7 +25,6 @@ from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import Workers, nodes_of
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train.config import parse
-from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import TIMED
 
 SECRET = b"0123456789abcdef"

@@ -12,8 +12,8 @@ import pytest
 from test_plot import make_run
 
 from decent_jax.commands import plot as command
-from decent_jax.ground import goodput_file
 from decent_jax.ground.json_files import write_json_atomic
+from decent_jax.monitor import goodput_file
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""

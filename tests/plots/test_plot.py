@@ -12,8 +12,8 @@ import pytest
 from decent_jax.commands import plot as command
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.run_folder import SCORES, RunFolder, label_runs, load_run, smoothed
+from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.plots import runs as plot
-from decent_jax.train.metrics import MetricWriter
 
 CONFIG = {"algorithm": "gossip", "schedule": "ring", "num_replicas": 8, "workdir": "/x"}
 

@@ -22,11 +22,11 @@ from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder, prepare_images
 from decent_jax.ground.errors import ConfigError
 from decent_jax.models import resnet
+from decent_jax.replicas import TrainState
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train import config as config_lib
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.step import TrainState
 
 SOURCES = {"data__train_images": 40, "data__val_images": 21}
 

@@ -25,13 +25,13 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import DataError, Interrupted
 from decent_jax.ground.format import format_bytes
 from decent_jax.models import decoders, gpt2
+from decent_jax.monitor.goodput import Clock
 from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.protocol import Averager, Format
 from decent_jax.peers.step_boundary import CommonProgress, PeerRunner, StepBoundary, number
 from decent_jax.train import ConfigError, TrainingFailed, loop, synchronous
 from decent_jax.train.config import parse
 from decent_jax.train.experiment import open_experiment
-from decent_jax.train.goodput import Clock
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
 

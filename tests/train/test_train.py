@@ -23,8 +23,9 @@ from trees import assert_equal
 from decent_jax import train
 from decent_jax.commands import sample
 from decent_jax.data.text import token_folder
-from decent_jax.ground import goodput_file, machine
+from decent_jax.ground import machine
 from decent_jax.models import decoders
+from decent_jax.monitor import goodput_file
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train.experiment import facts_of
 from decent_jax.train.step import gradient

@@ -10,7 +10,7 @@ import jax
 
 from decent_jax.ground import machine
 from decent_jax.ground.json_files import overwrite_json
-from decent_jax.ground.run_state import PROCESSES
+from decent_jax.monitor.run_state import PROCESSES
 
 
 class Times(NamedTuple):

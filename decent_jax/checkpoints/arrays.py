@@ -18,8 +18,7 @@ import orbax.checkpoint as ocp
 from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
 from decent_jax.ground.errors import CheckpointError, ConfigError
-from decent_jax.replicas import Placement
-from decent_jax.train.step import TrainState
+from decent_jax.replicas import Placement, TrainState
 
 STATE, STAGE = "state", "stage-"  # folders of a checkpoint: of a run, of each stage of a pipeline
 
@@ -75,8 +74,8 @@ def restore(
     Args:
       checkpoint: its folder.
       meta: its meta.
-      like, placement, accum_steps: see `decent_jax.train.checkpoint.Checkpointer.restore_newest`;
-        for a stage, its own.
+      like, placement, accum_steps: of `decent_jax.checkpoints.on_disk.Checkpointer.restore_newest`,
+        or those of a stage.
 
     Raises:
       Exception: of many types, if it cannot be read in this process or another one.

@@ -1,7 +1,7 @@
 """Executables in memory that outlives a process: a restarted process neither traces nor compiles.
 
 A process that a supervisor restarts needs the executables of its predecessor. They are stored with
-its in-memory checkpoints (`decent_jax.train.memory_checkpoints`) and removed with them. jax's own
+its in-memory checkpoints (`decent_jax.checkpoints.in_memory`) and removed with them. jax's own
 cache is not enough: it holds only the executables of process 0, executables for CPUs belong to one
 process, and a lookup needs the traced program, which takes most of the time.
 
@@ -16,7 +16,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ from jax.experimental import serialize_executable
 
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
-from decent_jax.ground.json_files import flat
 from decent_jax.replicas import Placement
-from decent_jax.train.settings import Config
 
 
 class ExecutableCache:
@@ -118,16 +116,18 @@ def _from_the_cache() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def open_cache(config: Config, folder: Path | None, placement: Placement) -> ExecutableCache:
+def open_cache(
+    config: Mapping[str, Any], folder: Path | None, placement: Placement
+) -> ExecutableCache:
     """This process's cache, if it has in-memory checkpoints and a supervisor may restart it.
 
-    The key of an executable includes the config, the number of processes, the settings of jax and
-    the supervisor's secret.
+    The key of an executable includes the config (flat), the number of processes, the settings of
+    jax and the supervisor's secret.
     """
     if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
         return NO_CACHE
-    fields = flat(config)
-    del fields["cluster.coordinator"]  # a free port of each start
+    coordinator = "cluster.coordinator"  # a free port of each start
+    fields = {name: value for name, value in config.items() if name != coordinator}
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     process = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]
     owner = json.dumps([*process, fields, flags, dict(jax.config.values)], default=str)

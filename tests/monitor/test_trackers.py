@@ -9,11 +9,10 @@ import pytest
 import tiny
 from refusals import refused
 
-from decent_jax.ground import goodput_file
+from decent_jax.monitor import goodput_file, trackers
+from decent_jax.monitor.metrics_file import MetricWriter
+from decent_jax.monitor.trackers import Trackers
 from decent_jax.train import config as config_lib
-from decent_jax.train import trackers
-from decent_jax.train.metrics import MetricWriter
-from decent_jax.train.trackers import Trackers
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -86,7 +85,7 @@ def test_trackers_that_cannot_be(name):
 def test_a_tracker_whose_package_is_not_installed_is_refused(name, monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: None)
     with refused("log.trackers", name):
-        trackers.named(tiny.waves(log={"trackers": name}))
+        trackers.named(name)
 
 
 def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
@@ -110,7 +109,7 @@ def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
     wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     wandb.init = lambda **settings: calls.append(settings) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    makes = trackers.named(tiny.waves(log={"trackers": "tensorboard, wandb"}))
+    makes = trackers.named("tensorboard, wandb")
     for start_step in (0, 10):
         both = Trackers(makes, tmp_path, start_step, pytest.fail)
         both.log_hyperparameters({"seed": 1})

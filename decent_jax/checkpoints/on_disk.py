@@ -2,16 +2,14 @@
 
 ``checkpoints/STEP`` and ``best/STEP`` appear by a rename once their contents are on disk.
 They hold one folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
-`decent_jax.train.checkpoint_arrays`) and ``meta.json``: step, replicas, config, position, the
+`decent_jax.checkpoints.arrays`) and ``meta.json``: step, replicas, config, position, the
 identity of the run, and a checksum of every array. A name that starts with a dot is not a
 checkpoint: it is being written or removed, and the next start of the run deletes it.
 """
 
 import contextlib
-import functools
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -25,17 +23,14 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from decent_jax.checkpoints import arrays
+from decent_jax.checkpoints.arrays import STATE
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
-from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
-from decent_jax.ground.json_files import flat, read_json, write_atomic, write_json_atomic
-from decent_jax.replicas import Placement
-from decent_jax.train import checkpoint_arrays as arrays
-from decent_jax.train.checkpoint_arrays import STATE
-from decent_jax.train.evaluation import Model
-from decent_jax.train.experiment import Experiment, facts_of
-from decent_jax.train.step import TrainState
-from decent_jax.train.workdir import LOCK
+from decent_jax.ground.errors import CheckpointError, DataError
+from decent_jax.ground.json_files import read_json, write_atomic, write_json_atomic
+from decent_jax.ground.run_folder import LOCK
+from decent_jax.replicas import Placement, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -46,95 +41,6 @@ _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
 # --- Of a run under way ---------------------------------------------------------------------------
-
-
-class Saver:
-    """Saves checkpoints with their metadata; a context that waits until all are written.
-
-    Attributes:
-      checkpoints: on disk.
-      evaluated: the last evaluation, a row with its ``step``.
-      best: the lowest ``eval/loss`` so far.
-      seconds: of training, in the sessions before this one.
-      steps_ahead: data position minus step count, in steps; not 0 after a resume with another
-        ``batch_size``.
-    """
-
-    def __init__(self, experiment: Experiment, checkpoints: "Checkpointer"):
-        self.checkpoints = checkpoints
-        self.evaluated: dict[str, Any] = {}
-        self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
-        self._experiment = experiment
-
-    @functools.cached_property
-    def _data(self) -> dict[str, str]:
-        return facts_of(self._experiment.config, self._experiment.task)
-
-    def restored(self, meta: dict[str, Any]) -> None:
-        """Continue from the checkpoint with this ``meta``.
-
-        Raises:
-          ConfigError: the data are not those of its training.
-        """
-        before = meta.get("data", self._data)
-        for name in before.keys() & self._data.keys():
-            if before[name] != self._data[name]:
-                path = getattr(self._experiment.config.data, "path", "")
-                raise ConfigError(
-                    f"{name}: {before[name]} before step {meta['step']}, {self._data[name]} now; "
-                    "give the run the data that it began with, or take another --workdir",
-                    field="data.path",
-                    value=path,
-                )
-        self.seconds, self.best = meta["seconds"], meta["best"]
-        self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
-        if not all(watch.gather(drop_best_after(self.checkpoints.workdir, meta["step"]))):
-            self.best = math.inf  # in all processes, which save the next best model together
-
-    def meta(self, done: int, seconds: float, row: Any = None) -> dict[str, Any]:
-        """The metadata saved with the state after ``done`` steps and ``seconds`` of training.
-
-        ``row`` is the unfinished row of metrics, see `decent_jax.train.metrics.Report.begun`.
-        """
-        config = self._experiment.config
-        return {
-            "step": done,
-            "num_replicas": config.num_replicas,
-            "schedule": self._experiment.schedule.name,
-            "batch_size": config.batch_size,
-            "examples": (done + self.steps_ahead) * config.batch_size,
-            "seconds": seconds,
-            "best": self.best,
-            "row": row,
-            "data": self._data,
-            "config": flat(config),
-        }
-
-    def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
-        """Save the state, with its `meta`, in the background."""
-        check_there(self.checkpoints.workdir)
-        self.checkpoints.save(done, state, self.meta(done, seconds, row))
-
-    def evaluation(self, done: int, row: dict[str, float], model: Model) -> None:
-        """Remember the evaluation; save the model if it is the best so far."""
-        self.evaluated = {"step": done, **row}
-        if row["eval/loss"] < self.best:
-            self.best = row["eval/loss"]
-            self.checkpoints.save_best(done, *model, {"eval_loss": self.best})
-
-    def what_next(self) -> str:
-        """See `what_next`, once the newest checkpoint is written."""
-        with contextlib.suppress(CheckpointError):
-            self.checkpoints.wait()
-        return what_next(self.checkpoints.workdir)
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, exc_type: type | None, *_) -> None:
-        # After an error, closing must not hide it with a second one.
-        with contextlib.suppress(*[CheckpointError] if exc_type else []):
-            self.checkpoints.close()
 
 
 def check_there(path: Path) -> None:

@@ -23,15 +23,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from refusals import refused
 
 from decent_jax import replicas
+from decent_jax.checkpoints import in_memory, shard_file
+from decent_jax.checkpoints.executables import ExecutableCache, open_cache, version
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.format import format_bytes
+from decent_jax.ground.json_files import flat
+from decent_jax.monitor.goodput import Clock
 from decent_jax.train import config as config_lib
-from decent_jax.train import loop, memory_checkpoints, saved_model, shard_file, synchronous
+from decent_jax.train import loop, saved_model, synchronous
 from decent_jax.train.config import parse
-from decent_jax.train.executable_cache import ExecutableCache, open_cache, version
 from decent_jax.train.experiment import open_experiment
-from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
 
@@ -70,7 +72,7 @@ class Dies(Signals):
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
     """A folder in place of /dev/shm."""
-    monkeypatch.setattr(memory_checkpoints, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(in_memory, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 
@@ -196,7 +198,7 @@ def test_programs_stay_the_same_when_process_0_gets_another_port(tmp_path, super
 
     def get(port, compiled):
         config = configured(cluster={"coordinator": f"localhost:{port}"})
-        return open_cache(config, tmp_path, placement).get("twice", compiled)
+        return open_cache(flat(config), tmp_path, placement).get("twice", compiled)
 
     get(9876, jax.jit(lambda x: 2 * x).lower(1.0).compile)
     assert get(9877, lambda: pytest.fail("compiled again"))(1.0) == 2
@@ -283,7 +285,7 @@ def test_a_checkpoint_that_the_others_could_not_restore_is_never_taken_later(
     tiny.run(config, tmp_path / "undisturbed")
     die(config, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(memory_checkpoints, "common", lambda *held: step)
+        patch.setattr(in_memory, "common", lambda *held: step)
         die(config, tmp_path / "run", steps=2)
     assert [path.stem for path in files_in(memory)] == ([] if step is None else ["4"])
     tiny.run(config, tmp_path / "run")
@@ -348,7 +350,7 @@ def test_a_full_memory_does_not_end_the_run(tmp_path, monkeypatch, capsys):
 @pytest.fixture(params=["missing", "small"])
 def no_memory(request, memory, monkeypatch):
     if request.param == "missing":
-        monkeypatch.setattr(memory_checkpoints, "MEMORY", memory / "nothing")
+        monkeypatch.setattr(in_memory, "MEMORY", memory / "nothing")
     else:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000))
 
@@ -376,10 +378,10 @@ def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeyp
         held = 1000 * (hosts.count(hosts[0]) - 1)
         for k in range(1, len(hosts)):
             if hosts[k] == hosts[0]:
-                other = memory_checkpoints.folder_of(work.path).with_name(str(k))
+                other = in_memory.folder_of(work.path).with_name(str(k))
                 other.mkdir(parents=True)
                 (other / "4.own").write_bytes(bytes(1000))
-        monkeypatch.setattr(memory_checkpoints.cluster, "hosts", lambda: list(hosts))
+        monkeypatch.setattr(in_memory.cluster, "hosts", lambda: list(hosts))
         needed = 3 * size * hosts.count(hosts[0]) - held
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(needed - 1))
         with refused("recovery.every", 4):
@@ -404,9 +406,7 @@ def test_a_supervised_run_chooses_the_interval(tmp_path, memory, monkeypatch, ca
         tiny.SignalAfter(-1, 0),
         itertools.count(),
     )  # a checkpoint takes two, a step 10 s
-    monkeypatch.setattr(
-        memory_checkpoints, "time", SimpleNamespace(perf_counter=lambda: next(ticks))
-    )
+    monkeypatch.setattr(in_memory, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     clock = Clock(lambda: 10.0 * signals.looks)
     config = configured(recovery={"every": -1}, log={"every": 1})
     with open_experiment(parse(config), tmp_path / "run") as (experiment, work):
@@ -443,17 +443,17 @@ def test_processes_that_are_one_checkpoint_apart_have_one_in_common(data):
             own.append(begun)
         held.append([*own, *[-1] * (3 - len(own))])
     none = -np.ones((len(held), 3), int)
-    found = memory_checkpoints.common(np.array(held), none, -1)
+    found = in_memory.common(np.array(held), none, -1)
     assert found is not None and found >= newest - 2
     assert all(found in own for own in held)
     assert not any(all(step in own for own in held) for step in range(found + 1, newest + 1))
-    assert memory_checkpoints.common(np.array(held), none, found) is None
+    assert in_memory.common(np.array(held), none, found) is None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6))
 def test_the_rows_of_a_lost_host_come_from_the_next_process(held):
     """Of each process, whether it has its own rows of step 7, and those of the one before it."""
     own, others = ([[7 if has else -1] for has in column] for column in zip(*held, strict=True))
-    found = memory_checkpoints.common(np.array(own), np.array(others), -1)
+    found = in_memory.common(np.array(own), np.array(others), -1)
     n = len(held)
     assert (found == 7) == all(held[p][0] or held[(p + 1) % n][1] for p in range(n))

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys.waves import Waves
 
-from decent_jax.ground import goodput_file, machine
-from decent_jax.train import goodput, synchronous
-from decent_jax.train.goodput import CAUSES, Clock, Idle
+from decent_jax.ground import machine
+from decent_jax.monitor import goodput, goodput_file
+from decent_jax.monitor.goodput import CAUSES, Clock, Idle
+from decent_jax.train import synchronous
 from decent_jax.train.synchronous import Feed
 
 pytestmark = pytest.mark.usefixtures("compile_once")

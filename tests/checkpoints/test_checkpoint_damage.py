@@ -20,11 +20,12 @@ from test_checkpoint import assert_equals, config, copy, whole
 from trees import assert_close, assert_equal
 
 from decent_jax import replicas, topology
+from decent_jax.checkpoints import arrays, on_disk
+from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.optim import METHODS, Parts
-from decent_jax.train import checkpoint, checkpoint_arrays, saved_model
-from decent_jax.train.checkpoint import Checkpointer
-from decent_jax.train.step import TrainState
+from decent_jax.replicas import TrainState
+from decent_jax.train import saved_model
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -237,24 +238,24 @@ def test_a_checksum_notices_numbers_that_changed_places():
     for xp in (np, jnp):
         for dtype in ("float32", "bfloat16", "int8", "bool", "complex64"):
             x = xp.array([0, 1, 0, 0], dtype)
-            assert checkpoint_arrays.checksums([x]) == checkpoint_arrays.checksums([jnp.asarray(x)])
-            assert checkpoint_arrays.checksums([x]) != checkpoint_arrays.checksums([x[::-1]])
+            assert arrays.checksums([x]) == arrays.checksums([jnp.asarray(x)])
+            assert arrays.checksums([x]) != arrays.checksums([x[::-1]])
     wide = [np.array([2.0, 3.0]), np.array([3, 2**40])]
-    assert checkpoint_arrays.checksums([wide[0]]) != checkpoint_arrays.checksums([wide[0][::-1]])
-    assert checkpoint_arrays.checksums([wide[1]]) != checkpoint_arrays.checksums([wide[1] + 2**40])
+    assert arrays.checksums([wide[0]]) != arrays.checksums([wide[0][::-1]])
+    assert arrays.checksums([wide[1]]) != arrays.checksums([wide[1] + 2**40])
 
 
 def test_two_arrays_of_one_path_are_refused():
     """Only one of them would have a checksum."""
     with refuses("same path", error=CheckpointError):
-        checkpoint_arrays.checksums({"a": {"b": np.zeros(2)}, "a/b": np.ones(2)})
+        arrays.checksums({"a": {"b": np.zeros(2)}, "a/b": np.ones(2)})
 
 
 def test_the_newest_are_kept_and_a_reader_sees_whole_ones_only(tmp_path):
     write(tmp_path, best=[9])  # of a session that was killed before its first checkpoint
-    assert "no checkpoint" in checkpoint.what_next(tmp_path)
+    assert "no checkpoint" in on_disk.what_next(tmp_path)
     write(tmp_path, 1, 2, 3, 4, best=[1, 3])
-    assert "the checkpoint of step 4" in checkpoint.what_next(tmp_path)
-    assert checkpoint.steps(tmp_path / "checkpoints") == [2, 3, 4]
-    assert checkpoint.steps(tmp_path / "best") == [3]
+    assert "the checkpoint of step 4" in on_disk.what_next(tmp_path)
+    assert on_disk.steps(tmp_path / "checkpoints") == [2, 3, 4]
+    assert on_disk.steps(tmp_path / "best") == [3]
     assert not list(tmp_path.glob("*/.*"))

@@ -19,14 +19,10 @@ from refusals import refuses
 
 from decent_jax.cluster import watch
 from decent_jax.cluster.supervise import PLACE
-from decent_jax.train import (
-    ConfigError,
-    Interrupted,
-    saved_model,
-)
+from decent_jax.monitor.goodput import Clock
+from decent_jax.train import ConfigError, Interrupted, saved_model
 from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import open_workdir
 

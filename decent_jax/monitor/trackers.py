@@ -17,7 +17,6 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import shorten
 from decent_jax.ground.json_files import flat, plain, write_atomic
-from decent_jax.train.settings import Config
 
 
 class Tracker(Protocol):
@@ -57,14 +56,14 @@ def register(name: str, tracker: Callable[..., Any]) -> None:
     TRACKERS[name] = tracker
 
 
-def named(config: Config) -> dict[str, Callable[..., Any]]:
-    """The classes that a config names.
+def named(names: str) -> dict[str, Callable[..., Any]]:
+    """The classes that ``config.log.trackers`` names.
 
     Raises:
       ConfigError: there is no such class, it lacks a method, or its package is not installed.
     """
-    names = [name.strip() for name in config.log.trackers.split(",") if name.strip()]
-    return {name: _find(name) for name in names}
+    stripped = map(str.strip, names.split(","))
+    return {name: _find(name) for name in stripped if name}
 
 
 def _find(name: str) -> Callable[..., Any]:

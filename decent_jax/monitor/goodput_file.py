@@ -1,6 +1,6 @@
 """``goodput.json``, a run's seconds per category, and ``incidents.jsonl``, its failures.
 
-`decent_jax.train.goodput.Clock` counts the seconds. The process that notices a failure appends an
+`decent_jax.monitor.goodput.Clock` counts the seconds. The process that notices a failure appends an
 incident.
 
 >>> describe(dict.fromkeys(CAUSES, 0.0) | {"steps": 40.0, "compiling": 30.0, "start": 30.0})
@@ -27,7 +27,7 @@ FILE, INCIDENTS = "goodput.json", "incidents.jsonl"  # of a run directory
 # Categories of wall-clock time besides "steps".
 CAUSES = ("start", "compiling", "data", "evaluation", "checkpoints", "lost", "recovery")
 
-Record = Mapping[str, Any]  # see `decent_jax.train.goodput.Clock.record`
+Record = Mapping[str, Any]  # see `decent_jax.monitor.goodput.Clock.record`
 
 
 def read(path: Path) -> Record | None:

@@ -5,10 +5,10 @@ of a checkpoint to a file in `MEMORY`, without communication. When a process is 
 restart, they resume from the newest step of which every process finds its file: bit for bit as if
 nothing had failed, without reading arrays from a shared disk.
 
-The file ``STEP.own`` (`decent_jax.train.shard_file`) appears by a rename once it is complete. Two
-complete checkpoints stay while the next one is written, so processes that are up to
-``recovery.every`` steps apart have one in common. With ``recovery.mirror`` a process also
-stores the rows of the process before it, in ``STEP.mirror``, for the case that its host is lost.
+The file ``STEP.own`` (`decent_jax.checkpoints.shard_file`) appears by a rename once it is complete.
+Two complete checkpoints stay while the next one is written, so processes that are up to
+``recovery.every`` steps apart have one in common. With ``recovery.mirror`` a process also stores
+the rows of the process before it, in ``STEP.mirror``, for the case that its host is lost.
 """
 
 import contextlib
@@ -29,19 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from decent_jax.checkpoints import Recovery, shard_file
+from decent_jax.checkpoints.arrays import change_replicas, named, tree_of, unstored
+from decent_jax.checkpoints.mirror import Mirror, from_first
+from decent_jax.checkpoints.on_disk import run_of
+from decent_jax.checkpoints.shard_file import Shard, shards_of
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
 from decent_jax.ground.format import format_bytes
-from decent_jax.replicas import Placement
-from decent_jax.train import checkpoint_arrays, shard_file
-from decent_jax.train.checkpoint import run_of
-from decent_jax.train.mirror import Mirror, from_first
-from decent_jax.train.settings import Config
-from decent_jax.train.shard_file import Shard, shards_of
-from decent_jax.train.step import TrainState
-from decent_jax.train.workdir import Workdir
+from decent_jax.replicas import Placement, TrainState
 
 MEMORY = Path("/dev/shm")
 AUTOMATIC = -1  # of ``recovery.every``
@@ -98,7 +96,7 @@ class MemoryCheckpoints:
         if self._writing is not None:
             self._writing.result()
         row = dict(meta["row"])
-        copied = self._copied({"state": checkpoint_arrays.tree_of(state), "sums": row.pop("sums")})
+        copied = self._copied({"state": tree_of(state), "sums": row.pop("sums")})
         meta = meta | {"step": done, "row": row}
         began, mirrored = time.perf_counter(), None
         if self._mirror is not None:
@@ -136,7 +134,7 @@ class MemoryCheckpoints:
                 for step in self.steps(kind)[:-_KEPT]:
                     self._remove(step, kind)
                 if tree is not None:
-                    arrays = checkpoint_arrays.named(tree)
+                    arrays = named(tree)
                     shards = {name: shards_of(x) for name, x in arrays.items()}
                     shard_file.write(draft, header, shards)
                     draft.rename(self.folder / f"{done}{kind}")
@@ -178,32 +176,32 @@ class MemoryCheckpoints:
         All processes call it at the same point.
 
         Args:
-          like, placement, accum_steps: see `decent_jax.train.checkpoint.Checkpointer`; if the
+          like, placement, accum_steps: see `decent_jax.checkpoints.on_disk.Checkpointer`; if the
             number of replicas has changed, all continue from the mean of the remaining ones.
           after: the step of the newest checkpoint on disk; only newer ones are considered.
         """
-        tree = {"state": checkpoint_arrays.tree_of(like)}
+        tree = {"state": tree_of(like)}
         shapes = jax.eval_shape(self._copied, tree) | {"sums": sums_like(placement.num_replicas)}
-        restored, named = None, checkpoint_arrays.named(shapes)
+        restored, names = None, named(shapes)
         while restored is None:
             own, mirrored = self._held(_OWN), self._held(_MIRROR)
             step = common(_of_all(own), _of_all(mirrored), after)
             if step is None:
                 self._forget(after)
                 return None
-            restored = self._collect(step, step in own, step in mirrored, named, placement)
+            restored = self._collect(step, step in own, step in mirrored, names, placement)
         self._forget(step)
         arrays, header = restored
         if self.every == AUTOMATIC:
             self.every = header["every"]
-        leaves = [arrays[name] for name in checkpoint_arrays.named(tree)]
+        leaves = [arrays[name] for name in named(tree)]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        state = jax.tree.map(_as_key, checkpoint_arrays.unstored(tree["state"], like), like)
+        state = jax.tree.map(_as_key, unstored(tree["state"], like), like)
         meta = header["meta"]
         sums = {name: arrays.get(f"sums/{name}") for name in shapes["sums"]}
         meta |= {"row": meta["row"] | {"sums": None if None in sums.values() else sums}}
         if meta["num_replicas"] != placement.num_replicas:
-            state = checkpoint_arrays.change_replicas(state, placement, accum_steps)
+            state = change_replicas(state, placement, accum_steps)
         return state, meta
 
     def _forget(self, step: int) -> None:
@@ -286,35 +284,38 @@ class MemoryCheckpoints:
 
 
 def open_memory_checkpoints(
-    config: Config, work: Workdir, shapes: TrainState, placement: Placement
+    recovery: Recovery,
+    workdir: Path,
+    shapes: TrainState,
+    placement: Placement,
+    say: Callable[[str], None],
 ) -> MemoryCheckpoints | None:
     """The in-memory checkpoints of this process, or None.
 
     Args:
-      config: of the run; `AUTOMATIC` writes them if a supervisor can restart the run.
-      work: of the run.
+      recovery: of the config; `AUTOMATIC` writes them if a supervisor can restart the run.
+      workdir: of the run.
       shapes: of the state.
       placement: of the replicas.
+      say: gets sentences for the user, in process 0.
 
     Raises:
       ConfigError: the config asks for them, and those of all processes of a host do not fit into
         its memory.
     """
-    every = config.recovery.every
+    every, is_first = recovery.every, jax.process_index() == 0
 
-    def say(sentence: str) -> None:  # in every process, not only the first
-        work.say(sentence)
-        if work.quiet:
+    def everywhere(sentence: str) -> None:  # in every process, not only the first
+        say(sentence)
+        if not is_first:
             print(sentence, file=sys.stderr, flush=True)
 
     if every == 0 or (every == AUTOMATIC and PLACE not in os.environ):
         return None
-    mirror = None
-    if config.recovery.mirror and jax.process_count() > 1:
-        mirror = Mirror(placement)
+    mirror = Mirror(placement) if recovery.mirror and jax.process_count() > 1 else None
     share = (1 + (mirror is not None)) * len(placement.local_replicas) / placement.num_replicas
     size = share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-    folder, failure = folder_of(work.path), None
+    folder, failure = folder_of(workdir), None
     needed, hosts = (_KEPT + 1) * size, cluster.hosts()
     of_host = needed * hosts.count(hosts[jax.process_index()])
     try:
@@ -334,11 +335,11 @@ def open_memory_checkpoints(
                 "recovery.every", every, f"{why}; 0 writes no in-memory checkpoints"
             )
         if failure is not None:
-            say(f"no in-memory checkpoints: recovery.every {failure}")
+            everywhere(f"no in-memory checkpoints: recovery.every {failure}")
         return None
-    run = 0 if work.quiet else int(str(run_of(work.path, make=True)), 16) % 2**31
-    work.say(f"in-memory checkpoints take up to {format_bytes(needed)} in {folder}")
-    return MemoryCheckpoints(folder, every, int(_of_all([run])[0, 0]), say, mirror)
+    run = int(str(run_of(workdir, make=True)), 16) % 2**31 if is_first else 0
+    say(f"in-memory checkpoints take up to {format_bytes(needed)} in {folder}")
+    return MemoryCheckpoints(folder, every, int(_of_all([run])[0, 0]), everywhere, mirror)
 
 
 def folder_of(workdir: Path) -> Path:
@@ -376,7 +377,7 @@ def common(own: np.ndarray, mirrored: np.ndarray, after: int) -> int | None:
 
 
 def sums_like(n: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the sums of an unfinished row, see `decent_jax.train.metrics.Report`."""
+    """Shapes of the sums of an unfinished row, see `decent_jax.train.rows.Report`."""
     kinds = {"loss": jnp.float32, "grad_norm": jnp.float32, "steps": jnp.int32}
     return {name: jax.ShapeDtypeStruct((n,), kind) for name, kind in kinds.items()}
 

@@ -1,12 +1,22 @@
 """A trace of some steps by jax's profiler."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from decent_jax.ground.fields import changeable
+
 TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The trace of jax's profiler."""
+
+    count: int = changeable(0, "steps to trace into workdir/profile, after 10", at_least=0)
 
 
 class StepTrace:

@@ -16,8 +16,9 @@ from refusals import refuses
 from several import children_of, finish, nothing_is_left, wait_for_rows
 from test_checkpoint import CHANGES, STEPS, WAVES, assert_equals, config, whole
 
+from decent_jax.checkpoints import on_disk
 from decent_jax.commands import main
-from decent_jax.train import CheckpointError, checkpoint, workdir
+from decent_jax.train import CheckpointError, saver, workdir
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -96,13 +97,13 @@ def test_a_disk_that_is_full_is_a_sentence(command, tmp_path):
 
 
 def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
-    save = checkpoint.Saver.save
+    save = saver.Saver.save
 
     def move_first(self, *args):
         (tmp_path / "run").rename(tmp_path / "away")
         save(self, *args)
 
-    monkeypatch.setattr(checkpoint.Saver, "save", move_first)
+    monkeypatch.setattr(saver.Saver, "save", move_first)
     with refuses("gone", error=CheckpointError):
         tiny.run(config(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -111,7 +112,7 @@ def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
 def test_an_error_is_not_hidden_by_that_of_the_last_checkpoint():
     fails = Mock(side_effect=CheckpointError("the disk is full"))
     for error in (ZeroDivisionError, CheckpointError):
-        with pytest.raises(error), checkpoint.Saver(None, SimpleNamespace(close=fails)):
+        with pytest.raises(error), saver.Saver(None, SimpleNamespace(close=fails)):
             1 / (error is CheckpointError)
 
 
@@ -121,10 +122,10 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "best").mkdir()
     (tmp_path / ".lock").touch()
-    checkpoint.check_there(tmp_path)
+    on_disk.check_there(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / folder)
     with refuses(tmp_path / folder, "permission", error=CheckpointError):
-        checkpoint.check_there(tmp_path)
+        on_disk.check_there(tmp_path)
 
 
 def test_a_reader_that_dies_is_one_sentence_and_a_checkpoint(command, tmp_path):

@@ -13,9 +13,10 @@ import tiny
 
 from decent_jax import replicas
 from decent_jax.ground.json_files import write_json_atomic
-from decent_jax.train import metrics
-from decent_jax.train.goodput import Clock
-from decent_jax.train.metrics import MetricWriter, read_metrics
+from decent_jax.ground.run_folder import read_metrics
+from decent_jax.monitor.goodput import Clock
+from decent_jax.monitor.metrics_file import MetricWriter
+from decent_jax.train.rows import Report
 
 
 def write_rows(workdir, steps):
@@ -111,7 +112,7 @@ def test_a_row_by_hand(tmp_path):
     )
     progress = SimpleNamespace(note=notes.append, update=lambda *given: shown.append(given))
     with MetricWriter(tmp_path) as writer:
-        report = metrics.Report(runner, clock, writer, progress, lambda: "")
+        report = Report(runner, clock, writer, progress, lambda: "")
         with clock.of("compiling"):
             now[0] = 5.0
         row = {"skipped": [1, 0, 2, 0]}

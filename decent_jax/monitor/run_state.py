@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decent_jax.ground import goodput_file
 from decent_jax.ground.errors import DataError, RunError
-from decent_jax.ground.goodput_file import CAUSES
 from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
-from decent_jax.ground.run_folder import METRICS, SCORES, START, entries, read_metrics
+from decent_jax.ground.run_folder import LOCK, METRICS, SCORES, START, entries, read_metrics
+from decent_jax.monitor import goodput_file
+from decent_jax.monitor.goodput_file import CAUSES
 
-LOCK = ".lock"  # of a run directory; names its owner
 PROCESSES = "processes"  # folder of a run of several processes: K.json is written by process K
 PEERS = "peers"  # folder of a run of peers: peers/RANK/ is the run of a peer
 _RECENT_ROWS = 10  # rows for the step time
@@ -33,7 +32,7 @@ class RunState:
     start: ``run.json`` (`decent_jax.train.workdir.Workdir.write_start`); empty: an older run.
     summary: flat.
     rows: of metrics.jsonl.
-    spent: seconds per category, "steps" and `decent_jax.ground.goodput_file.CAUSES`; None: not
+    spent: seconds per category, "steps" and `decent_jax.monitor.goodput_file.CAUSES`; None: not
         recorded.
     incidents: (seconds since the epoch, sentence), the oldest first.
     owner: the current or last owner: ``"process 7 on myhost"``; "" if unknown.
@@ -41,7 +40,7 @@ class RunState:
     seen: the last heartbeat, in seconds since the epoch.
     saved: the step of the newest checkpoint.
     peers: by rank, the facts about each peer, see `_peers`.
-    processes: by name, the file of each `decent_jax.train.comm_metrics.CommMetrics`.
+    processes: by name, the file of each `decent_jax.monitor.comm_metrics.CommMetrics`.
     """
 
     path: Path

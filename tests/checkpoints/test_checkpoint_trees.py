@@ -10,7 +10,7 @@ import tree_task
 from refusals import refused, refuses
 
 from decent_jax import train
-from decent_jax.train import checkpoint_arrays
+from decent_jax.checkpoints import arrays
 
 
 def config(tree, **changes):
@@ -57,7 +57,7 @@ def test_an_empty_array_of_an_optimizer_resumes(tmp_path):
         cut = small_runs.killed_after(2, whole, tmp_path / f"{replicas}")
         tiny.run(config("haiku", **optimizer, num_replicas=replicas), cut)
         found = sums(cut, 4)
-        assert not any("projector" in name for name in found[checkpoint_arrays.STATE])
+        assert not any("projector" in name for name in found[arrays.STATE])
         assert (found == sums(whole, 4)) == (replicas == 2)
 
 

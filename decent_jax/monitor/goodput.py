@@ -3,7 +3,7 @@
 *Goodput* is the fraction of wall-clock time, over all sessions of a run, spent on steps that were
 not rolled back; *model FLOPs utilization* (mfu) relates their speed to the peak of the devices.
 
->>> from decent_jax.ground.goodput_file import describe
+>>> from decent_jax.monitor.goodput_file import describe
 >>> now = 0.0
 >>> clock = Clock(lambda: now)
 >>> now = 20.0
@@ -30,8 +30,8 @@ from typing import Any
 import jax
 
 from decent_jax.ground.errors import Interrupted
-from decent_jax.ground.goodput_file import CAUSES, FILE, Record, read, shares
 from decent_jax.ground.json_files import check_regular, overwrite_json
+from decent_jax.monitor.goodput_file import CAUSES, FILE, Record, read, shares
 
 _KEPT_EVERY_S = 1.0
 _PATIENCE_S = 5.0  # if a step failed in another process and never ends here

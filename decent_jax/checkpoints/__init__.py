@@ -1,0 +1,28 @@
+"""Checkpoints on disk and in memory, and what else a restarted process needs."""
+
+from dataclasses import dataclass
+
+from decent_jax.ground.fields import changeable
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is saved."""
+
+    every: int | str = changeable(1000, "steps between checkpoints; 0: never", duration=True)
+    every_minutes: float = changeable(10.0, "minutes between them; 0: never", at_least=0)
+    keep: int = changeable(2, "newest checkpoints to keep, besides the best", at_least=1)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What is kept in memory, for the loss of a process; see docs/clusters.md."""
+
+    every: int = changeable(
+        -1,
+        "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
+        at_least=-1,
+    )
+    mirror: bool = changeable(
+        False, "whether each process also mirrors the in-memory checkpoint of another"
+    )
