@@ -386,7 +386,7 @@ AIRBENCH = {
     "data__shift": 1,
     "data__eval_views": 6,
     "eval__replicas": True,
-    "optimizer__name": "decent_jax.optim.airbench.optimizer",
+    "optimizer__name": "decent_jax.models.airbench.optimizer",
     "learning_rate": 0.24,
 }
 

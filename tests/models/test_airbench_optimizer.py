@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from decent_jax import optim, topology
-from decent_jax.optim import airbench
+from decent_jax.models import airbench
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, STEPS = 4, 12
