@@ -106,6 +106,8 @@ def _shakespeare() -> Iterator[Piece]:
     yield piece("shakespeare:all_reduce", 0, "-twice_the_rate", learning_rate=2e-3)
     for seed, arm in itertools.product(range(3), ("gossiped_momentum", "all_reduce")):
         yield piece(f"shakespeare:{arm}", seed, "-four_times_the_rate", learning_rate=4e-3)
+    for arm in ("gossiped_momentum", "all_reduce"):  # is there still a better one?
+        yield piece(f"shakespeare:{arm}", 0, "-eight_times_the_rate", learning_rate=8e-3)
     yield piece("shakespeare:diloco", 0, "-twice_the_rate", learning_rate=2e-3)
     twice = {"learning_rate": 2e-3, "optimizer__b2": 0.999}
     yield piece("shakespeare:accum_adam", 0, "-twice_the_rate", **twice)
