@@ -6,6 +6,7 @@ A method is one function, ``step(params, own, round, local)``, passed to `method
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -186,11 +187,14 @@ def method(
     """
     validation.is_transformation(inner)
     optimizer = optax.with_extra_args_support(inner or optax.identity())
+    check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # it traces
 
     def init(params):
         gossip.mixable(params)  # refuses arrays that cannot be mixed, naming them
         if axis_name is not None:
-            validation.mixes(optimizer, params)
+            arrays, structure = jax.tree.flatten(params)
+            kinds = (jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in arrays)
+            check(structure, *kinds)
         # Separate buffers: a donated state must not hold an array twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         with _needs_no_more():

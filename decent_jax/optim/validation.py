@@ -59,8 +59,8 @@ _ESTIMATE = (
 )
 
 
-def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
-    """A local optimizer that continues from mixed parameters.
+def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *leaves: Any) -> None:
+    """A local optimizer that continues from mixed parameters, of this structure and these shapes.
 
     One that keeps a copy of the parameters restores them from it, and so undoes the mixing.
     """
@@ -78,23 +78,19 @@ def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
         found = optimizer.init(params)
         return jax.tree.map(kept, found, is_leaf=lambda x: isinstance(x, _MEASURE + _ESTIMATE))
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-    program, shape = jax.make_jaxpr(state, return_shape=True)(shapes)
+    program, shape = jax.make_jaxpr(state, return_shape=True)(structure.unflatten(leaves))
     made = {out: eqn for eqn in program.eqns for out in eqn.outvars}
-    paths = jax.tree_util.tree_leaves_with_path(shape)
-    for (path, _), var in zip(paths, program.jaxpr.outvars, strict=True):
-        while not isinstance(var, Literal) and var in made:
-            eqn = made[var]
-            if eqn.primitive.name not in ("copy", "copy_p", "convert_element_type"):
-                break
-            var = eqn.invars[0]
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(shape))
+    for path, var in zip(paths, program.jaxpr.outvars, strict=True):
+        while not isinstance(var, Literal) and var in made and made[var].primitive.name in _COPIES:
+            var = made[var].invars[0]
         if var in program.jaxpr.invars:
             raise ValueError(
                 "the local optimizer keeps a copy of the parameters "
                 f"({jax.tree_util.keystr(path)}), which mixing would not update; use another one, "
                 "such as optax.adamw, or all_reduce"
             )
-    if _sets(optimizer, shapes):
+    if _sets(optimizer, structure, leaves):
         raise ValueError(
             "the local optimizer sets the parameters: its update is a stored value minus the "
             "parameters, which undoes the mixing; use another one, such as optax.adamw, or "
@@ -103,17 +99,17 @@ def mixes(optimizer: optax.GradientTransformation, params: Any) -> None:
 
 
 # Primitives that pass on their first operand.
-_HAND_ON = ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
+_COPIES = ("copy", "copy_p", "convert_element_type")
+_HAND_ON = (*_COPIES, "reshape", "broadcast_in_dim", "squeeze")
 
 
-def _sets(optimizer: optax.GradientTransformation, shapes: Any) -> bool:
+def _sets(optimizer: Any, structure: Any, leaves: tuple[Any, ...]) -> bool:
     """Whether an update is some value minus the parameters, judging by its program."""
-    leaves, structure = jax.tree.flatten(shapes)
 
     def update(leaves, gradients, loss):
-        params, extra = structure.unflatten(leaves), optax.with_extra_args_support(optimizer)
-        given = structure.unflatten(gradients), extra.init(params), params
-        return jax.tree.leaves(extra.update(*given, value=loss)[0])
+        params = structure.unflatten(leaves)
+        given = structure.unflatten(gradients), optimizer.init(params), params
+        return jax.tree.leaves(optimizer.update(*given, value=loss)[0])
 
     try:
         program = jax.make_jaxpr(update)(leaves, leaves, jnp.float32(0)).jaxpr
