@@ -21,8 +21,6 @@ from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 from several import joins, start_process  # noqa: F401 (fixtures)
 
-from decent_jax.train import synchronous
-
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
 # process they start; the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -142,11 +140,10 @@ def compile_once(cache_folder):
     for name, value in wanted.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    make_step, synchronous.make_step = synchronous.make_step, tiny.shared_step
     variables = {name.upper(): str(value) for name, value in wanted.items()}
     options = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
-    yield variables | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "XLA_FLAGS": options}
-    synchronous.make_step = make_step
+    with tiny.sharing():
+        yield variables | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "XLA_FLAGS": options}
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

@@ -77,9 +77,12 @@ def test_settings_under_which_no_step_compiles(name, value):
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("JAX_ENABLE_X64", "maybe"), ("JAX_DEFAULT_MATMUL_PRECISION", "best")]
+    ("variable", "value", "command"),
+    [
+        ("JAX_ENABLE_X64", "maybe", "train --config x --workdir y"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "best", "sample --workdir y"),
+    ],
 )
-@pytest.mark.parametrize("command", ["train --config x --workdir y", "sample --workdir y"])
 def test_a_variable_that_jax_refuses_is_one_sentence(command, variable, value):
     """jax raises as it is imported, so every command meets it before its own work."""
     done = subprocess.run(

@@ -170,10 +170,10 @@ def test_an_optimizer_that_moves_the_parameters_is_not(name):
 def test_an_optimizer_that_needs_more_is_one_sentence(inner):
     """In a loop of the user's own; a named one in a config is refused at the start."""
     tx = optim.decentralized(inner, RING)
-    state = jax.vmap(tx.init)(start())
+    state = jax.eval_shape(jax.vmap(tx.init), start())
     one = jax.vmap(lambda x, s: tx.update(x, s, x, round=0, value=0.0), axis_name="replica")
     with refuses("local optimizer", "optax.adamw", error=TypeError):
-        one(start(), state)
+        jax.eval_shape(one, start(), state)
 
 
 def bad_from(step):

@@ -4,11 +4,15 @@
 0.1
 """
 
+import contextlib
+import copy
 import dataclasses
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +24,9 @@ from decent_jax.cpu import gloo
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.optim import METHODS
 from decent_jax.plots import runs as plot
-from decent_jax.train import loop
-from decent_jax.train import step as step_lib
+from decent_jax.train import algorithm, loop, synchronous
 from decent_jax.train.config import parse
+from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
@@ -125,25 +129,70 @@ def run(config, folder: Path, **of_loop) -> Path:
 
 # Sections of a config, and single fields, that no step of a run depends on.
 NOT_OF_STEPS = "checkpoint cluster eval log max_consensus_distance max_failing_steps recovery"
-_steps: dict[tuple, Callable] = {}
+_shared: dict[tuple, Any] = {}
 
 
-def shared_step(config, task, tx, rate, schedule, placement, *kept):
-    """`decent_jax.train.step.make_step`, the same for all runs whose steps are alike.
-
-    To trace and lower it takes two thirds of a tiny run.
-    """
+def _once(make: Callable, what: str, config, *kept):
+    """What ``make()`` made for the first of all runs whose steps are alike."""
     told = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_OF_STEPS.split()}
     if config.lr_schedule.name == "constant":
         del told["steps"]
     if config.task == "toys.waves":
         del told["data"]  # from which another task may read how to augment images
-    key = json.dumps(told, sort_keys=True), type(task).loss, gloo.used()
-    key += METHODS[config.algorithm], tuple(placement.mesh.devices.flat), *kept, schedule.name
-    key += tuple(one.matrix.tobytes() for one in schedule.rounds)  # a plan may bring its own
-    if key not in _steps:
-        _steps[key] = step_lib.make_step(config, task, tx, rate, schedule, placement, *kept)
-    return _steps[key]
+    key = what, json.dumps(told, sort_keys=True), gloo.used(), METHODS[config.algorithm], *kept
+    if key not in _shared:
+        _shared[key] = make()
+    return _shared[key]
+
+
+def _rounds(schedule):
+    """A plan may bring its own."""
+    return schedule.name, *(one.matrix.tobytes() for one in schedule.rounds)
+
+
+def _devices(placement):
+    return tuple(placement.mesh.devices.flat)
+
+
+@contextlib.contextmanager
+def sharing():
+    """Runs that are alike trace their functions once, which takes two thirds of a tiny one."""
+    build, make_step, init = algorithm.transformation, synchronous.make_step, synchronous.init
+
+    def transformation(config, schedule, rate, mask=None, *axis):
+        kept = getattr(mask, "__func__", mask), *axis, _rounds(schedule)
+        made = partial(build, config, schedule, rate, mask, *axis)
+        return _once(made, "method", config, *kept) if callable(rate) else made()
+
+    def shared_step(config, task, tx, rate, schedule, placement, *kept):
+        kept += type(task).loss, _rounds(schedule), _devices(placement)
+        made = partial(make_step, config, task, tx, rate, schedule, placement, *kept[:-3])
+        return _once(made, "step", config, *kept)
+
+    def shared_init(experiment):
+        config, task, *_ = experiment
+        kept = type(task).init, _rounds(experiment.schedule), _devices(experiment.placement)
+        if task.load_params() is not None:
+            return init(experiment)
+        return _once(lambda: jax.jit(lambda: init(experiment)), "init", config, *kept)()
+
+    def evaluator(config, task, placement):
+        made = partial(Evaluator, config, task, placement)
+        found = copy.copy(
+            _once(made, "evaluator", config, type(task).evaluate, _devices(placement))
+        )
+        found.task, found.placement, found._config = task, placement, config
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algorithm, "transformation", transformation)
+        for name, shared in (
+            ("make_step", shared_step),
+            ("init", shared_init),
+            ("Evaluator", evaluator),
+        ):
+            patch.setattr(synchronous, name, shared)
+        yield
 
 
 def summary(workdir) -> dict:

@@ -381,6 +381,7 @@ AIRBENCH = {
     "model__preset": "airbench94",
     "model__blocks": "",
     "model__batch_norm_consensus": "recompute",
+    "model__batch_norm_batches": 3,
     "data__alternate": True,
     "data__border": "reflect",
     "data__shift": 1,

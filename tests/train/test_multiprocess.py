@@ -32,16 +32,16 @@ BOUND_S = 40  # seconds within which the others end after one has died
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# What train.py does, several times in the same processes.
+# What train.py does, several times in the same processes, until one run fails or is interrupted.
 SEVERAL_RUNS = """
-import json, sys
+import json, os, sys
 from decent_jax.commands import main as command
 from decent_jax.plots import runs
 runs.plot_runs = lambda paths: None  # saves a second each
 sys.argv[0] = "train.py"  # its name stands before what the watch says
-for argv in json.loads(sys.argv[1]):
+for os.environ["EXTRA_POINTS"], *argv in json.loads(sys.argv[1]):
     code = command.train(argv + sys.argv[2:], "train.py")
-    if code:
+    if code not in (0, 2):
         command.leave(code)
 """
 
@@ -53,20 +53,19 @@ def start(tmp_path_factory, compile_once):
     path = str(tiny.write_config(folder / "config_file.py"))
     with starting(folder) as start_one:
 
-        def start(*runs, variables=({}, {}), own=([], [])):
-            flags = ["--config", path, *FLAGS, "--workdir"]
-            runs = json.dumps([[*flags, str(workdir), *own] for workdir, own in runs])
-            program = ["-c", SEVERAL_RUNS, runs]
-            environment = compile_once | {"JAX_NUM_CPU_DEVICES": "2"}
-            port = free_port()
-            return [
-                start_one(
-                    [*program, *cluster_flags(port, 2, index), *own[index]],
-                    **environment,
-                    **variables[index],
+        def start(*runs, **variables):
+            """A run is (folder, flags, training points besides), {} in which is the process."""
+            environment = compile_once | {"JAX_NUM_CPU_DEVICES": "2"} | variables
+            port, group = free_port(), []
+            for index in range(2):
+                each = (
+                    [*(points or "0"), "--config", path, *FLAGS, "--workdir", str(workdir), *own]
+                    for workdir, own, *points in runs
                 )
-                for index in range(2)
-            ]
+                each = json.dumps([[word.format(index) for word in words] for words in each])
+                program = ["-c", SEVERAL_RUNS, each, *cluster_flags(port, 2, index)]
+                group.append(start_one(program, **environment))
+            return group
 
         yield start
 
@@ -82,8 +81,9 @@ def alone(tmp_path_factory, compile_once):
 def two(start, tmp_path_factory):
     """(folder of runs, flags of "whole" and "killed", output of each process) of two processes.
 
-    A plan puts replicas out of the order of the processes, so that those of a node are in both. In
-    the last run, "killed", process 1 is.
+    The first two are refused: each process has a folder, or data, of its own. A plan puts replicas
+    out of the order of the processes, so that those of a node are in both. In the last run,
+    "killed", process 1 is.
     """
     folder = tmp_path_factory.mktemp("two")
     here = [f"{socket.gethostname()}/{k}" for k in (2, 0, 3, 1)]
@@ -96,7 +96,9 @@ def two(start, tmp_path_factory):
 
     whole = [*planned("int8", **INT8), f"--config.codec={INT8['codec']}"]
     runs = (folder / "whole", whole), (folder / "nodes", planned("nodes", **NODES))
-    group = start(*runs, (folder / "killed", whole + SLOW))
+    refused = (folder / "of {}", []), (folder / "of all", [], "{}")
+    # As the folders differ, the secret comes from the environment.
+    group = start(*refused, *runs, (folder / "killed", whole + SLOW), DECENT_JAX_SECRET=32 * "s")
     until((folder / "killed" / "checkpoints" / "2").exists, *group)
     group[1].send_signal(signal.SIGKILL)
     finish(group, [PEER_LOST, -signal.SIGKILL], BOUND_S)
@@ -106,6 +108,16 @@ def two(start, tmp_path_factory):
 def test_nodes_in_both_processes_give_the_losses_of_one(two, alone):
     one = alone("nodes", **NODES)
     np.testing.assert_allclose(tiny.losses(two[0] / "nodes"), tiny.losses(one), rtol=1e-5)
+
+
+def test_processes_that_differ_in_folder_or_data_are_refused_before_a_step(two):
+    """Each has a folder of its own, or other data in it."""
+    folder, _, words = two
+    for said in words:
+        for named in ("--workdir is another folder", "the training data: 400 records on process 0"):
+            assert said.count(named) == 1, said
+        assert f"401 records on process 1 ({socket.gethostname()})" in said
+    assert not any((folder / f"of {k}" / "metrics.jsonl").exists() for k in ("0", "1", "all"))
 
 
 def assert_same_model(together, alone):
@@ -129,7 +141,7 @@ def test_two_processes_give_the_model_of_one(two, alone):
     # Only process 0 writes, and prints where every replica lives.
     assert "process 0 of 2 (coordinator localhost:" in words[0]
     places = [line.split()[:2] for line in words[0].splitlines() if " cpu:" in line]
-    assert places[:4] == [["0", "1"], ["1", "0"], ["2", "1"], ["3", "0"]]
+    assert places[-4:] == [["0", "1"], ["1", "0"], ["2", "1"], ["3", "0"]]
     assert "step 1/" in words[0] and "step 1/" not in words[1] and "validation" not in words[1]
 
 
@@ -202,20 +214,3 @@ def test_a_signal_far_from_a_row_to_one_process_and_all_readers(start, tmp_path)
     seconds, step = time.monotonic() - before, tiny.saved_steps(tmp_path)[-1]
     assert words.count(f"interrupted after step {step}; a checkpoint is saved") == 2
     assert "Traceback" not in words and step < 400 and seconds < 60
-
-
-def test_processes_that_differ_in_folder_or_data_are_refused_before_a_step(start, tmp_path):
-    """Each has a folder of its own, with a secret from the environment; or other data in it."""
-    secret = {"DECENT_JAX_SECRET": "a secret of the test"}
-    folders = [["--workdir", str(tmp_path / name)] for name in "ab"]
-    groups = {
-        "--workdir is another folder": start((tmp_path, []), variables=(secret,) * 2, own=folders),
-        "training data": start((tmp_path / "c", []), variables=({}, {"EXTRA_POINTS": "7"})),
-    }
-    here = socket.gethostname()
-    for named, group in groups.items():
-        words = finish(group, [2, 2], 120)
-        assert words.count(named) == 2 and f"process 1 ({here})" in words, words
-        assert "Traceback" not in words
-    assert "400 records on process 0" in words and "407 records on process 1" in words
-    assert not any((tmp_path / name / "metrics.jsonl").exists() for name in "abc")

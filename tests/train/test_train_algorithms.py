@@ -65,21 +65,14 @@ def test_the_seed_decides_what_messages_are_rounded_by():
             config.optimizer.decoupled = name != "quasi_global_sgd"
             graph = "complete" if name == "diloco" else "bidirectional_ring"
             txs[name] = algorithm.transformation(parse(config), topology.make(graph, 4), 0.1)
-        one = harness.step_of(harness.together(txs), lambda x: jax.tree.map(jnp.cos, x), 0)
+        tx = harness.together(txs)
+        one = harness.step_of(tx, lambda x: jax.tree.map(jnp.cos, x), 0)
+        step = jax.jit(jax.vmap(one, axis_name="replica"))
+        return jax.tree.map(np.asarray, step(*step(x, jax.jit(jax.vmap(tx.init))(x)))[0])
 
-        @jax.jit
-        def run(x):
-            carry = x, jax.vmap(harness.together(txs).init)(x)
-            for _ in range(2):
-                carry = jax.vmap(one, axis_name="replica")(*carry)
-            return carry[0]
-
-        return jax.tree.map(np.asarray, run(x))
-
-    first, again, other = (after_two_steps(seed, "int8") for seed in (3, 3, 2**40))
+    first, other = (after_two_steps(seed, "int8") for seed in (3, 2**40))
     plain = [after_two_steps(seed, "float32") for seed in (3, 2**40)]
     for name in DRAWS:
-        np.testing.assert_array_equal(first[name], again[name], err_msg=name)
         assert (first[name] != other[name]).mean() > 0.5, name
         np.testing.assert_array_equal(plain[0][name], plain[1][name], err_msg=name)
 
