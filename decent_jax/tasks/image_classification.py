@@ -184,9 +184,9 @@ def make(config: ImageConfig, workdir: Path, announce: Callable) -> "ImageClassi
     data = config.data
     if data.path != GENERATED:
         with announce(f"looking for the images of {data.path}"):
-            train, val = (image_folder.open_images(data.path, split) for split in ("train", "val"))
+            train, val = (image_folder.whole_images(data.path, split) for split in ("train", "val"))
         if left_out := Counter(train.left_out) + Counter(val.left_out):
-            with announce(f"leaving out, of other kinds: {counted(left_out)}"):
+            with announce(f"leaving out {counted(left_out)}"):
                 pass
         return ImageClassification(
             config,

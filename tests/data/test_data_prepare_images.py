@@ -7,7 +7,7 @@ import pytest
 from refusals import refuses
 
 from decent_jax.commands.prepare import main
-from decent_jax.data.images import array_records, image_folder, prepare_images
+from decent_jax.data.images import array_records, image_folder
 from decent_jax.data.images.prepare_images import prepare
 from decent_jax.data.prepared_folder import sha256_file
 from decent_jax.ground.errors import DataError
@@ -85,10 +85,15 @@ def test_broken_images_are_left_out(tmp_path, capsys):
         assert records(out, split) == wanted
         labels = image_folder.open_images(out, split).labels
         assert labels.tolist() == [label for _, label, _ in wanted]
+        whole = image_folder.whole_images(path, split)  # a run reads the same of the folder itself
+        assert [whole[i] for i in range(len(whole))] == wanted
+        assert whole.labels.tolist() == labels.tolist()
+        (count,) = (n for kind, n in whole.left_out.items() if f"broken {split}" in kind)
+        assert count == manifest["splits"][split]["bad"]
 
 
 def test_a_class_whose_images_are_all_broken_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_images, "MOST_BAD", 0.5)
+    monkeypatch.setattr(image_folder, "MOST_BAD", 0.5)
     names = [name for _, label, name in mini.records("train") if label == 2]
     path = break_images(tmp_path / "in", names)
     given = ["images", "--input", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
@@ -105,6 +110,8 @@ def test_too_many_broken_images(tmp_path, workers):
     path = break_images(tmp_path / "in", bad)
     with refuses(5, 45, *bad[:3], error=DataError):
         prepare(path, tmp_path / "out", workers=workers)
+    with refuses(5, 30, *bad[:3], error=DataError):
+        image_folder.whole_images(path, "train")
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 

@@ -10,6 +10,7 @@ the same record at the same index with the same label. TFDS stores records shuff
 import operator
 import os
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from decent_jax.data.images import array_records, tfds_images
+from decent_jax.data.images import array_records, jpeg, tfds_images
 from decent_jax.data.reading import counted, files_below, kind_of, one_sentence
 from decent_jax.ground.errors import DataError
 
@@ -27,6 +28,10 @@ _SUFFIXES = tuple(end for end, kind in Image.registered_extensions().items() if 
 _EXPECTED = "expected CLASS/NAME.jpg"
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
 _TABLE = "val_annotations.txt"  # of Tiny ImageNet: lines of a file's name, a tab, its class, a tab
+_ENDS = {b"\xff\xd8\xff": b"\xff\xd9", b"\x89PN": b"IEND"}  # how a whole file begins and ends
+_TAIL = 4096  # bytes at the end of a file, where stray ones may follow the picture
+MOST_BAD = 0.1  # share of the images that may be broken
+_TOGETHER = 1000  # files that a thread looks at
 _THREADS = 16  # listing folders waits for the disk, or for a file server
 
 
@@ -113,6 +118,35 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
     if not len(storage):
         raise DataError(f"{path}: the split {split!r} holds no image; prepare the images again")
     return ImageFiles(path, split, storage)
+
+
+def whole_images(path: str | Path, split: str) -> ImageFiles:
+    """`open_images` without the broken pictures of class folders, as `prepare` leaves them out.
+
+    Decodes only files that do not begin and end as a JPEG or PNG does: it finds pictures that are
+    empty, cut short or of another kind, not all damage inside. A prepared folder is whole.
+
+    Raises:
+      DataError: as `open_images`, or more than a tenth of the pictures are broken.
+    """
+    images = open_images(path, split)
+    if isinstance(images._storage, _Files):
+        total, bad = len(images), images._storage.leave_out_broken()
+        check_bad(list(bad.values()), total)
+        if bad:
+            kind = f"broken {split} pictures, the first {next(iter(bad.values()))}"
+            images.left_out[kind] = len(bad)
+            images.labels = images._storage.labels
+    return images
+
+
+def check_bad(bad: Sequence[str], total: int) -> None:
+    """Raises DataError if more than a tenth of all images are ``bad``, names with reasons."""
+    if len(bad) > MOST_BAD * total:
+        raise DataError(
+            f"at least {len(bad)} of {total} images are broken, more than a tenth "
+            f"({'; '.join(bad[:3])}); fetch them again or remove them"
+        )
 
 
 def _storage(path: str, split: str):
@@ -247,8 +281,44 @@ class _Files:
 
     def read(self, index: int) -> tuple[bytes, int, str]:
         """(data, label, name) of an image."""
+        label, path, name = self._find(index)
+        with one_sentence(path), open(path, "rb", buffering=0) as file:
+            return file.read(), label, name
+
+    def leave_out_broken(self) -> dict[int, str]:
+        """{index so far: name and reason} of the pictures that are left out from now on."""
+
+        def among(start: int) -> dict[int, str]:
+            bad = {}
+            for index in range(start, min(start + _TOGETHER, len(self))):
+                if self._looks_whole(index):
+                    continue
+                data, _, name = self.read(index)
+                try:
+                    jpeg.decode(data)
+                except ValueError as error:
+                    bad[index] = f"{name} {error}"
+            return bad
+
+        bad: dict[int, str] = {}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for found in pool.map(among, range(0, len(self), _TOGETHER)):
+                bad |= found
+        if bad:
+            whole = np.delete(np.arange(len(self)), list(bad))
+            self.labels, self._names = self.labels[whole], self._names[whole]
+        return bad
+
+    def _looks_whole(self, index: int) -> bool:
+        _, path, _ = self._find(index)
+        with one_sentence(path), open(path, "rb", buffering=0) as file:
+            end = _ENDS.get(file.read(3))
+            file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
+            return end is not None and end in file.read()
+
+    def _find(self, index: int) -> tuple[int, str, str]:
+        """(label, path, name) of an image."""
         label, name = int(self.labels[index]), os.fsdecode(self._names[index])
         class_name = self.class_names[label]
         path = os.path.join(self._place, "" if self._table else class_name, name)
-        with one_sentence(path), open(path, "rb", buffering=0) as file:
-            return file.read(), label, f"{self._split}/{class_name}/{name}"
+        return label, path, f"{self._split}/{class_name}/{name}"

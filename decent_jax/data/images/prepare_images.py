@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 from decent_jax.data import worker_pool
 from decent_jax.data.images import jpeg
 from decent_jax.data.images.array_records import ImageFolderWriter
-from decent_jax.data.images.image_folder import SPLITS, EncodedImage, ImageFiles, open_images
+from decent_jax.data.images.image_folder import (
+    SPLITS,
+    EncodedImage,
+    ImageFiles,
+    check_bad,
+    open_images,
+)
 from decent_jax.ground.errors import DataError
-
-MOST_BAD = 0.1  # share of the images that may be broken
 
 _TOGETHER = 32  # images of a task: some megabytes on their way back
 _FEW_IMAGES = 1000  # starting workers takes longer than decoding so many
@@ -62,7 +66,7 @@ def prepare(
                     folder.bad.append({"name": image.name, "reason": reason})
                 else:
                     folder.add(task.split, image)
-            _check_bad(folder.bad, total)
+            check_bad([f"{entry['name']} {entry['reason']}" for entry in folder.bad], total)
             return len(checked)
 
         work = functools.partial(_check, images=images)
@@ -106,16 +110,6 @@ def _check(task: _Range, images: dict[str, ImageFiles]) -> list[tuple[EncodedIma
             image, reason = image._replace(data=b""), str(error)
         checked.append((image, reason))
     return checked
-
-
-def _check_bad(bad: list[dict[str, str]], total: int) -> None:
-    if len(bad) <= MOST_BAD * total:
-        return
-    first = "; ".join(f"{entry['name']} {entry['reason']}" for entry in bad[:3])
-    raise DataError(
-        f"at least {len(bad)} of {total} images are broken, more than a tenth ({first}); fetch them"
-        " again or remove them"
-    )
 
 
 # --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
