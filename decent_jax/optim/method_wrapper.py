@@ -30,14 +30,21 @@ class GuardedState(NamedTuple):
     inner: Any  # state of the local optimizer
     # shape=(), dtype=int32: updates so far, including the rejected ones
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    skipped: jax.Array  # shape=(), dtype=int32: rejected updates (optax: total_notfinite)
+    skipped: jax.Array  # shape=(), dtype=int32: updates rejected in whole or in part
     failing: jax.Array  # shape=(), dtype=int32: consecutive ones (optax: notfinite_count)
     own: Any  # the method's own state, a NamedTuple; () for most
 
 
+class Verdict(NamedTuple):
+    """On one local update."""
+
+    ok: jax.Array | bool  # () bool: it is accepted
+    finite: jax.Array | bool  # () bool: so are its numbers, as far as `trees.seen_finite` looks
+
+
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Computes one replica's local update in one step: ``update, inner, ok = local(params)``.
+    """Computes a replica's local update in one step: ``update, inner, verdict = local(params)``.
 
     grads: the gradients as passed in.
     value: the loss, or None.
@@ -63,21 +70,21 @@ class Local:
         """() int32, the 0-based number of this update."""
         return self.state.count
 
-    def __call__(self, params: Any) -> tuple[Any, Any, jax.Array]:
+    def __call__(self, params: Any) -> tuple[Any, Any, Verdict]:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
         costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
         smallest arrays of the update, which reveal a bad learning rate or moment even if one of
-        them is frozen. Other non-finite numbers become 0 one by one; Adam with ``eps`` above 0
-        has none if the norm of the gradient is finite. So mixing, moments, decay and check are one
-        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
-        times the bytes of the parameters in decentralized Adam, and needed one more copy of them
-        (`benchmarks/speed/programs.py`).
+        them is frozen. Other non-finite numbers become 0 one by one, and an update with such
+        numbers in an array of up to 16,384 counts as skipped; Adam with ``eps`` above 0 has none
+        if the norm of the gradient is finite. So mixing, moments, decay and check are one pass, on
+        GPUs one kernel per array. Checking the whole update first moved 18 instead of 10 times the
+        bytes of the parameters in decentralized Adam, and needed one more copy of them
+        (`benchmarks/speed/programs.py`); to count larger arrays, too, needs 1.2 copies on CPUs.
 
         Returns:
-          The update, like ``params``; the new state of the local optimizer; and () bool, whether
-          the update is accepted.
+          The update, like ``params``; the new state of the local optimizer; and the verdict.
         """
         old = self.state.inner
         given = self.extra if self.value is None else {"value": self.value, **self.extra}
@@ -89,7 +96,7 @@ class Local:
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
-        return update, trees.select(ok, inner, old), ok
+        return update, trees.select(ok, inner, old), Verdict(ok, trees.seen_finite(change))
 
 
 @contextlib.contextmanager
@@ -160,7 +167,7 @@ def as_method(transformation: optax.GradientTransformation) -> Method:
 
 def method(
     inner: optax.GradientTransformation | None,
-    step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]],
+    step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, Verdict]],
     own: Callable[[Any], Any] = lambda params: (),
     axis_name: AxisName | None = "replica",
     early: Callable[[Any, Any, Any], Any] | None = None,
@@ -173,8 +180,8 @@ def method(
 
     Args:
       inner: the local optimizer; None passes gradients through.
-      step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
-        ``local(params)`` returns them.
+      step: ``step(params, own, round, local) -> (new params, new own, inner, verdict)``, the last
+        two as ``local(params)`` returns them.
       own: the initial state of the method, from the parameters.
       axis_name: the replica axis; replicas then draw different random numbers. None: all replicas
         make the same update, and nothing else moves their parameters.
@@ -226,10 +233,11 @@ def method(
 
         which = None if axis_name is None else number
         local = Local(updates, value, mixed, active, state, optimizer, extra, which)
-        after, kept, inner, ok = step(params, state.own, round, local)
+        after, kept, inner, verdict = step(params, state.own, round, local)
         change = jax.tree.map(lambda new, old: new - trees.finite_or_zero(old), after, params)
-        failed = ~ok & active
-        count, skipped = state.count + 1, state.skipped + jnp.where(failed, 1, 0)
+        failed = ~verdict.ok & active
+        partly = ~(verdict.ok & verdict.finite) & active
+        count, skipped = state.count + 1, state.skipped + jnp.where(partly, 1, 0)
         failing = jnp.where(failed, state.failing + 1, 0)
         return change, GuardedState(inner, count, skipped, failing, kept)
 

@@ -44,10 +44,10 @@ def push_sum(
     mixing = Mixing(schedule, axis_name, rows=False)
 
     def step(params, own, round, local):
-        update, inner, ok = local(params)
+        update, inner, verdict = local(params)
         x = trees.add(trees.scale(own.w, params), update)
         x, w = mixing((x, own.w), round, local.count)
-        return trees.scale(1 / w, x), PushSumState(w), inner, ok
+        return trees.scale(1 / w, x), PushSumState(w), inner, verdict
 
     return method(inner, step, lambda params: PushSumState(jnp.ones((), float)), axis_name)
 

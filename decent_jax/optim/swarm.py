@@ -82,10 +82,10 @@ def swarm(
     exchange = functools.partial(_exchange_coded, bits) if quantises else _exchange
 
     def step(params, own, round, local):
-        update, inner, ok = local(params)
+        update, inner, verdict = local(params)
         x = trees.add(params, update)
         if round is None or not schedule.rounds[gossip.number(round)].sends:
-            return x, own, inner, ok
+            return x, own, inner, verdict
         mine, y = x if blocking else own.published, own.y
         fine = trees.all_finite(mine)
         theirs, decoded, read, averages, weight, y = exchange(receive(round), mine, fine, y)
@@ -95,7 +95,7 @@ def swarm(
         x = optax.tree.where(is_lost & read & (weight > 0), theirs, after)
         publishes = (weight > 0) & (read | ~is_lost)
         published = None if blocking else optax.tree.where(publishes, x, own.published)
-        return x, SwarmState(y, published), inner, ok
+        return x, SwarmState(y, published), inner, verdict
 
     def receive(round):
         return lambda tree: gossip.receive(tree, schedule, round, axis_name)[0]

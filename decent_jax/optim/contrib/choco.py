@@ -74,10 +74,10 @@ def choco(
     mixing = Mixing(schedule, axis_name, codec, "choco")
 
     def step(params, own, round, local):
-        update, inner, ok = local(params)
+        update, inner, verdict = local(params)
         y = trees.add(params, update)
         if round is None:
-            return y, own, inner, ok
+            return y, own, inner, verdict
         # A replica that is not finite sends zeros, so that its public copy does not change, and
         # continues from the average of the public copies.
         gap = optax.tree.sub(y, own.x_hat)
@@ -90,7 +90,7 @@ def choco(
         s = trees.add(own.s, mixed_q)
         x = trees.add(y, trees.scale(gamma, optax.tree.sub(s, x_hat)))
         x = optax.tree.where(fine, x, s)
-        return x, ChocoState(s, x_hat), inner, ok
+        return x, ChocoState(s, x_hat), inner, verdict
 
     begin = trees.copy if same_init else optax.tree.zeros_like
     return method(inner, step, filled(ChocoState, begin), axis_name)

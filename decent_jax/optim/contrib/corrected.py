@@ -77,7 +77,7 @@ def _diffusion(inner, mixing, half):
     def step(params, own, round, local):
         if round is None and not half:
             raise ValueError("d2 mixes in every step; use mix_every=1")
-        update, inner, ok = local(params)
+        update, inner, verdict = local(params)
         psi = trees.add(params, update)
         phi = trees.add(psi, optax.tree.sub(params, own.psi))
         mixed = x = mixing(phi, round, local.count)
@@ -86,7 +86,7 @@ def _diffusion(inner, mixing, half):
         # A replica that is not finite restarts from the neighbours' average.
         fine = trees.all_finite(phi)
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
-        return x, DiffusionState(psi), inner, ok
+        return x, DiffusionState(psi), inner, verdict
 
     own = filled(DiffusionState, trees.copy)
     return method(inner, step, own, mixing.axis_name)
@@ -150,11 +150,11 @@ def gradient_tracking(
             x = params
             q = mixing(trees.add(own.q, change), round, local.count, nth=1)
         tracked = dataclasses.replace(local, grads=q, active=local.active & fine)
-        update, inner, ok = tracked(x)
+        update, inner, verdict = tracked(x)
         x = trees.add(x, update)
         if combine == "atc":
             x = mixing(x, round, local.count)
-        return x, TrackingState(g, q), inner, ok
+        return x, TrackingState(g, q), inner, verdict
 
     return method(inner, step, filled(TrackingState), axis_name)
 
