@@ -31,9 +31,6 @@ class Asker:
       secret: of the run.
       peers: section of the config.
       clock: seconds.
-
-    Attributes:
-      members: the peers that train, including this one.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class Asker:
     ):
         self._averager, self._secret, self._peers = averager, secret, peers
         self._clock = clock
-        self.members: Members = []
         self._avoided: dict[str, float] = {}  # unresponsive peers, and until when
         self._open: dict[str, Connection] = {}
         self._doubtful: list[tuple[str, Connection]] = []  # averages that may yet be accepted
@@ -55,7 +51,7 @@ class Asker:
         waiting, self._doubtful = self._doubtful, []
         for name, connection in waiting:  # partners that were silent may have answered since
             self._close(name, connection, 0.0)
-        for name in self._open.keys() - dict(self.members).keys():
+        for name in self._open.keys() - self._averager.members.keys():
             self._open.pop(name).close()
         partner = self._partner()
         asked = self._averager.ask() if partner else None
@@ -120,7 +116,7 @@ class Asker:
         now = self._clock()
         others = [
             (name, address)
-            for name, address in self.members
+            for name, address in self._averager.members.items()
             if name != self._averager.me and self._avoided.get(name, -math.inf) < now
         ]
         return random.choice(others) if others else None

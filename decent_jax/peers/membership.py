@@ -5,6 +5,7 @@ are no peers either.
 """
 
 import dataclasses
+import functools
 import math
 import random
 import threading
@@ -16,11 +17,17 @@ from typing import Any
 from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
-from decent_jax.peers import exchange
-from decent_jax.peers.exchange import BROKEN, Asker, Members
+from decent_jax.peers import Peers, exchange
+from decent_jax.peers.exchange import BROKEN, Members
 from decent_jax.peers.peer_run import CommonProgress, Place
 from decent_jax.peers.protocol import JoinState
 from decent_jax.peers.step_boundary import NotJoined, StepBoundary
+
+_ENDS = {
+    "stop": "this rank belongs to another generation now",
+    "lag": "the others made more than peers.max_lag steps of progress while this peer was silent: "
+    "a new peer replaces it",
+}
 
 
 @dataclasses.dataclass
@@ -29,51 +36,90 @@ class _Entry:
 
     generation: int
     steps: int  # of this rank, over all generations
+    fresh: int | None = None  # see `Membership.add`
     alive: bool = False
-    joins: bool = False  # waits for the state of another peer
+    admitted: bool = False
     address: Address = ("", 0)  # where it listens
-    heard: float | None = None  # time of its last report; None: it does not train yet
-    report: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # When it was added, admitted, or reported last: the time, and the steps of all other ranks.
+    seen: tuple[float, int] = (-math.inf, 0)
+    report: dict[str, Any] = dataclasses.field(default_factory=dict)  # empty: it does not train yet
 
 
 class Membership:
-    """Which peers are alive, and their progress; thread-safe, and none of its methods waits.
+    """Which peers are alive, which may train, and their progress.
+
+    A peer averages with members only. It becomes one when it is admitted and reports, so nobody
+    uses parameters of a peer that has not taken part in the run's progress: `admits` has the rule
+    for those that begin, `beat` the rule for those that return. Thread-safe; nothing waits.
 
     Args:
-      silent_s: seconds without a report after which a peer counts as silent.
+      peers: section of the config.
+      num_replicas: steps of peers per step of common progress.
       known: {rank: steps} before this session.
       clock: seconds.
     """
 
     def __init__(
         self,
-        silent_s: float,
+        peers: Peers,
+        num_replicas: int,
         known: dict[int, int],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._silent_s, self._clock = silent_s, clock
+        self._peers, self._num_replicas, self._clock = peers, num_replicas, clock
+        self._lock = threading.RLock()
         self._ranks = {rank: _Entry(-1, steps) for rank, steps in known.items()}
 
     # --- Called by peers --------------------------------------------------------------------------
 
     def serve(self, connection: Connection) -> None:
         """Answer a peer, in one thread per peer, until it disconnects; see `MembershipClient`."""
-        methods = {"beat": self.beat, "members": self.members, "is_hopeful": self.is_hopeful}
+        methods = {"beat": self.beat, "members": self.members, "admits": self.admits}
         while True:
             (method, *args), _ = connections.receive(connection)
             connections.send(connection, methods[method](*args))
 
+    def admits(self, rank: int, generation: int, donor: str | None) -> bool:
+        """Whether a peer may train with the state that it took from ``donor``; None: with its own.
+
+        Its own must be fresh, unless nobody trains whose state it could take. The donor's must be
+        that of a member; a donor that was silent may have sent an outdated one.
+        """
+        with self._lock:
+            entry = self._present(rank, generation)
+            if entry is None:
+                return False
+            if donor is not None:
+                may = donor in dict(self.members())
+            else:
+                may = entry.fresh is not None and not self._is_outdated(entry, entry.fresh)
+            if may:
+                entry.admitted, entry.seen = True, (self._clock(), self._others(entry))
+            return may
+
     def beat(
         self, rank: int, generation: int, address: Address, report: dict[str, Any]
-    ) -> tuple[int, Members] | None:
-        """Take a peer's report; the steps of all ranks and `members`, or None: it was removed."""
-        entry = self._ranks[rank]
-        if not entry.alive or entry.generation != generation:
-            return None
-        entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
-        entry.joins, entry.address = False, address
-        all_steps = sum(entry.steps for entry in self._ranks.values())
-        return all_steps, self.members()
+    ) -> tuple[int, Members] | str:
+        """Take a peer's report; the steps of all ranks and `members`, or how the peer must end.
+
+        A peer must end with "stop" if it was removed, and with "lag" if it was silent while the
+        others made more than ``peers.max_lag`` steps of progress. If only `train.py` could not be
+        reached, the peer made steps and averaged with others meanwhile: then it has kept up. A
+        suspended peer made no steps, and a disconnected one averaged with nobody.
+        """
+        with self._lock:
+            entry = self._present(rank, generation)
+            if entry is None or not entry.admitted:
+                return "stop"
+            steps, entry.steps = report["steps"] - entry.steps, report["steps"]
+            kept_up = 2 * steps >= self._lag(entry) and report["averaged_unanswered"]
+            outdated = self._is_outdated(entry, self._peers.max_lag)
+            if self._is_silent(entry) and outdated and not kept_up:
+                entry.admitted, entry.fresh = False, None
+                return "lag"
+            entry.seen = self._clock(), self._others(entry)
+            entry.report, entry.address = report, address
+            return entry.seen[1] + entry.steps, self.members()
 
     def members(self) -> Members:
         """(name, address) of the peers that train and are not silent."""
@@ -83,22 +129,29 @@ class Membership:
             if self._is_member(entry)
         ]
 
-    def is_hopeful(self) -> bool:
-        """Whether a peer that joins may still find one that trains: not all peers are joining."""
-        return any(entry.alive and not entry.joins for entry in self._ranks.values())
-
     # --- Called by `train.py` ---------------------------------------------------------------------
 
-    def add(self, rank: int, generation: int, joins: bool) -> None:
-        """A peer takes the rank."""
-        steps = self._ranks[rank].steps if rank in self._ranks else 0
-        new = _Entry(generation, steps, alive=True, joins=joins)
-        # A new dict: other threads may iterate over the old one.
-        self._ranks = {**self._ranks, rank: new}
+    def add(self, rank: int, generation: int, fresh: int | None) -> None:
+        """A peer takes the rank.
+
+        Args:
+          fresh: it has a state of its own, which is fresh until others have made more steps of
+            common progress than this; None: it has none and must take that of another peer.
+        """
+        with self._lock:
+            steps = self._ranks[rank].steps if rank in self._ranks else 0
+            entry = _Entry(generation, steps, fresh, alive=True)
+            # A new dict: other threads may iterate over the old one.
+            self._ranks = {**self._ranks, rank: entry}
+            entry.seen = self._clock(), self._others(entry)
 
     def remove(self, rank: int) -> None:
         """The peer that has the rank has died, left or ended."""
         self._ranks[rank].alive = False
+
+    def is_hopeful(self) -> bool:
+        """Whether some peer trains, or has a state with which it may begin."""
+        return any(e.alive and (e.admitted or e.fresh is not None) for e in self._ranks.values())
 
     def status(self) -> dict[int, dict[str, Any]]:
         """{rank: report} with generation, steps, alive, ready (trains) and member (not silent)."""
@@ -109,15 +162,34 @@ class Membership:
                 "generation": entry.generation,
                 "steps": entry.steps,
                 "alive": entry.alive,
-                "ready": entry.heard is not None,
+                "ready": bool(entry.report),
                 "member": self._is_member(entry),
             }
             for rank, entry in self._ranks.items()
         }
 
+    def _present(self, rank: int, generation: int) -> _Entry | None:
+        entry = self._ranks[rank]
+        return entry if entry.alive and entry.generation == generation else None
+
     def _is_member(self, entry: _Entry) -> bool:
-        heard = -math.inf if entry.heard is None else entry.heard
-        return entry.alive and self._clock() - heard <= self._silent_s
+        trains = entry.alive and entry.admitted and bool(entry.report)
+        return trains and not self._is_silent(entry)
+
+    def _is_silent(self, entry: _Entry) -> bool:
+        return self._clock() - entry.seen[0] > self._peers.silent_s
+
+    def _is_outdated(self, entry: _Entry, most: int) -> bool:
+        """Whether others train and have made more than ``most`` steps since the peer was seen."""
+        others = (other for other in self._ranks.values() if other is not entry)
+        return any(e.alive and e.admitted for e in others) and self._lag(entry) > most
+
+    def _lag(self, entry: _Entry) -> float:
+        """Steps of common progress that the others have made since the peer was seen."""
+        return (self._others(entry) - entry.seen[1]) / self._num_replicas
+
+    def _others(self, entry: _Entry) -> int:
+        return sum(other.steps for other in self._ranks.values()) - entry.steps
 
 
 class MembershipClient:
@@ -155,10 +227,8 @@ class Reporter:
       address: where this peer listens.
       membership: connection to it.
       boundary: of the peer's run.
-      common: progress of the run; updated here.
-      asker: of the peer; its members are updated here.
+      common: progress of the run; updated here, as are the members that the averager knows.
       leave: called with "stop" or "lag" if this peer has to end.
-      clock: seconds.
 
     Attributes:
       stopped: ends `run`.
@@ -171,32 +241,27 @@ class Reporter:
         membership: MembershipClient,
         boundary: StepBoundary,
         common: CommonProgress,
-        asker: Asker,
         leave: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._place, self._address, self._membership = place, address, membership
-        self._peers = place.config["peers"]
-        self._boundary, self._common, self._asker = boundary, common, asker
-        self._leave, self._clock = leave, clock
-        # At the last answer: common progress, steps of this peer, and the time.
-        self._reached, self._steps, self._heard = 0, 0, math.inf
-        # Averages at the last answer, or when the first report after it failed.
-        self._averages, self._answered = 0, True
+        self._boundary, self._common, self._leave = boundary, common, leave
+        self._averages: int | None = None  # when the first report failed; None: the last did not
         self.stopped = threading.Event()
 
     def run(self) -> None:
         """Report periodically, until this peer has to end."""
-        while not self.stopped.wait(self._peers["beat_s"]):
+        while not self.stopped.wait(self._place.config["peers"]["beat_s"]):
             if self._boundary.ready and not self.beat():
                 return
 
     def report(self) -> dict[str, Any]:
         """This peer's entry in the membership."""
         boundary, averager = self._boundary, self._boundary.averager
+        averaged = averager.counts["averaged"]
         return {
             "steps": self._common.own,
             **averager.counts,
+            "averaged_unanswered": 0 if self._averages is None else averaged - self._averages,
             "losses": boundary.losses,
             "stale": boundary.stale,
             "distance": averager.distance,
@@ -204,46 +269,27 @@ class Reporter:
 
     def beat(self) -> bool:
         """Report once; whether to continue."""
-        report = self.report()
+        report, averager = self.report(), self._boundary.averager
         identity = self._place.rank, self._place.generation, self._address
         try:
             answer = self._membership.call("beat", *identity, report)
         except BROKEN:  # the network may recover
-            if self._answered:
-                self._averages, self._answered = report["averaged"], False
+            averager.update_members(None)
+            if self._averages is None:
+                self._averages = report["averaged"]
             return True
-        if answer is None:
-            say("this rank belongs to another generation now")
-            self._leave("stop")
+        if isinstance(answer, str):
+            averager.closed = True
+            averager.withdraw()
+            say(_ENDS[answer])
+            self._leave(answer)
             return False
-        all_steps, self._asker.members = answer
-        self._boundary.alone = len(self._asker.members) < 2
+        all_steps, members = answer
+        averager.update_members(dict(members))
+        self._boundary.alone = len(members) < 2
         self._common.update(all_steps, report["steps"])
-        return self._is_recent()
-
-    def _is_recent(self) -> bool:
-        """Whether this peer has kept up; an outdated one must not pull the others back.
-
-        If only `train.py` was silent, this peer made steps and averaged with others meanwhile. A
-        suspended peer made no steps, and a disconnected one averaged with nobody.
-        """
-        peers, progress, now = self._peers, self._common.progress(), self._clock()
-        silent, lag = now - self._heard > peers["silent_s"], progress - self._reached
-        steps, averages = self._common.own, self._boundary.averager.counts["averaged"]
-        kept_up = 2 * (steps - self._steps) >= lag and averages > self._averages
-        is_recent = not silent or lag <= peers["max_lag"] or kept_up
-        self._reached, self._steps, self._heard = progress, steps, now
-        self._averages, self._answered = averages, True
-        if is_recent:
-            return True
-        say(
-            f"the other peers made {lag} steps of progress while this one was silent "
-            f"(peers.max_lag is {peers['max_lag']}): a new peer replaces it"
-        )
-        self._boundary.averager.closed = True
-        self._boundary.averager.withdraw()
-        self._leave("lag")
-        return False
+        self._averages = None
+        return True
 
 
 def state_to_join(
@@ -255,11 +301,11 @@ def state_to_join(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> JoinState | None:
-    """The state of a random peer; waits for one that trains, unless all others are joining, too.
+    """The state with which a peer begins: that of a random member, or None for its own.
 
     Args:
-      place: which peer joins.
-      membership: connection to it.
+      place: which peer begins.
+      membership: connection to it; it decides, see `Membership.admits`.
       secret: that peers of this run know.
       leaving: how this peer has to end, or None.
       ask: requests the state of the peer at an address, see `decent_jax.peers.exchange.ask_state`.
@@ -267,13 +313,14 @@ def state_to_join(
       wait: for so many seconds.
 
     Raises:
-      NotJoined: this peer has to end first.
+      NotJoined: this peer has to end first, or has no state after ``peers.start_s``.
     """
     peers, began = place.config["peers"], clock()
+    admits = functools.partial(membership.call, "admits", place.rank, place.generation)
     while True:
-        members = [
-            m for m in membership.call("members") if m[0].partition(".")[0] != str(place.rank)
-        ]
+        if admits(None):
+            return None
+        members = membership.call("members")
         random.shuffle(members)
         for name, address in members:
             asked = clock()
@@ -282,13 +329,10 @@ def state_to_join(
             except BROKEN as error:
                 say(f"peer {name} sends no state ({type(error).__name__})")
                 continue
-            if joined is not None:
+            if joined is not None and admits(joined.donor):
                 words = f"joins with the state of peer {joined.donor} at step {joined.t}"
                 say(f"{words} ({clock() - asked:.1f} s)")
                 return joined
-        if not membership.call("is_hopeful") or clock() >= began + peers["start_s"]:
-            say("no peer sends its state: starts with its own parameters")
-            return None
-        if leaving() is not None:
+        if leaving() is not None or clock() >= began + peers["start_s"]:
             raise NotJoined
         wait(peers["beat_s"])

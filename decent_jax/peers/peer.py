@@ -37,9 +37,9 @@ class Peer:
     ):
         self._place, self._secret, self._host = place, secret, host
         peers = place.config["peers"]
-        self._membership = MembershipClient(membership, secret, peers["silent_s"])
+        self._membership = MembershipClient(membership, secret, peers["silent_s"] / 2)
         form = Format(peers["codec"], place.config["seed"])
-        self._averager = Averager(place.name, form, peers["exchange_s"])
+        self._averager = Averager(place.name, form, peers["exchange_s"], peers["silent_s"])
         self._asker = Asker(self._averager, secret, peers)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._boundary: StepBoundary | None = None  # once the run is open
@@ -48,13 +48,12 @@ class Peer:
     # --- Called through Ray -----------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
-        """Train to the end; how it ended and after how many steps."""
+        """Train; how it ended ("end", "join": without a state, as in `leave`), and its steps."""
         place, peers = self._place, self._place.config["peers"]
-        join = None
         if place.start is not None:
             forget(place.folder, place.start)
-            run = place, self._membership, self._secret, lambda: self._leaving
-            join = functools.partial(state_to_join, *run)
+        run = place, self._membership, self._secret, lambda: self._leaving
+        join = functools.partial(state_to_join, *run)
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             common = CommonProgress(n, experiment.steps // n)
@@ -70,16 +69,14 @@ class Peer:
                 lambda: self._state(boundary),
             )
             listener, address = connections.listen(self._host(), self._secret, answerer.serve)
-            reporter = Reporter(
-                place, address, self._membership, boundary, common, self._asker, self.leave
-            )
+            reporter = Reporter(place, address, self._membership, boundary, common, self.leave)
             for target in (reporter.run, self._work):
                 threading.Thread(target=target, daemon=True).start()
             with listener:
                 try:
                     return loop.train(PeerRunner(experiment, work, boundary), work)
                 except NotJoined:  # the run continues, or resumes, without its state
-                    return {"steps": place.start, "how": self._leaving or "stop"}
+                    return {"steps": common.own, "how": self._leaving or "join"}
                 finally:
                     reporter.stopped.set()
                     self._jobs.put(None)

@@ -38,13 +38,14 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from decent_jax.gossip import codecs
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Codec, Lattice
+from decent_jax.ground.connections import Address
 
 LATTICES = {"lattice8": Lattice(8), "lattice16": Lattice(16)}
 
@@ -178,6 +179,7 @@ class Averager:
       me: "rank.generation".
       form: of messages.
       patience_s: seconds that an answerer waits for `settle`.
+      silent_s: seconds after which `update_members` is late: then this peer was suspended.
       clock: seconds.
 
     Attributes:
@@ -187,7 +189,10 @@ class Averager:
       distance: to the last partner's snapshot, relative to the norm of its own.
       counts: of the attempts, by outcome.
 
-    >>> ours, theirs = (Averager(name, Format("float32"), 1.0) for name in ("0.0", "1.0"))
+    >>> ours, theirs = (Averager(name, Format("float32"), 1.0, 5.0) for name in ("0.0", "1.0"))
+    >>> members = {"0.0": ("10.0.0.1", 1234), "1.0": ("10.0.0.2", 1234)}
+    >>> ours.update_members(members)
+    >>> theirs.update_members(members)
     >>> ours.publish([np.float32([1.0])], progress=0)
     >>> theirs.publish([np.float32([3.0])], progress=0)
     >>> offer, message = ours.ask()
@@ -200,17 +205,41 @@ class Averager:
     ([array([1.], dtype=float32)], [array([-1.], dtype=float32)])
     """
 
-    def __init__(self, me: str, form: Format, patience_s: float, clock=time.monotonic):
+    def __init__(
+        self,
+        me: str,
+        form: Format,
+        patience_s: float,
+        silent_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.me, self._form, self._patience, self._clock = me, form, patience_s, clock
+        self._silent_s = silent_s
         self._lock = threading.Lock()
         self.snapshot: Snapshot | None = None
         self._now: _Exchange | None = None
         self._doubtful: dict[str, _Exchange] = {}  # answered, but not yet confirmed as settled
         self._settled: list[PairwiseAverage] = []
+        self._members: Mapping[str, Address] = {}
+        self._members_until = -math.inf
         self.closed = False
         self._y, self._number, self.version = FIRST_DISTANCE, 0, 0
         self.distance = 0.0
         self.counts = {"averaged": 0, "declined": 0, "undecoded": 0, "lost": 0}
+
+    @property
+    def members(self) -> Mapping[str, Address]:
+        """{name: address} of the peers that train, this one included.
+
+        It averages with nobody else: a peer that has not joined, or was silent for long, has
+        parameters of no use. Nobody if this peer itself was suspended.
+        """
+        return self._members if self._clock() <= self._members_until else {}
+
+    def update_members(self, members: Mapping[str, Address] | None) -> None:
+        """Take the list of members; None: `train.py` does not answer, so it stays as it is."""
+        self._members = self.members if members is None else members
+        self._members_until = self._clock() + self._silent_s
 
     # --- The training thread: none of these waits -------------------------------------------------
 
@@ -306,7 +335,7 @@ class Averager:
         return self._offer(exchange, self._decode(exchange, offer, message)), exchange.message
 
     def settle(self, name: str, decoded: bool) -> bool:
-        """Whether both add their pulls: both sides decoded, and the asker answered in time.
+        """Whether both add their pulls: both decoded, and the asker is a member and in time.
 
         A second call for the same average returns False.
         """
@@ -316,7 +345,8 @@ class Averager:
             if exchange is None or exchange.name != name:
                 return False
             exchange.decoded_by_them = decoded
-            return self._end(exchange, decoded and exchange.average is not None)
+            is_member = name.rpartition("-")[0] in self.members
+            return self._end(exchange, is_member and decoded and exchange.average is not None)
 
     # --- Both sides -------------------------------------------------------------------------------
 

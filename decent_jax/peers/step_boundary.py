@@ -108,7 +108,7 @@ def on_host(tree: Any) -> Arrays:
 
 
 class NotJoined(Exception):
-    """A peer ends while its state is missing or outdated; it saves nothing."""
+    """A peer ends before it may train, or with an outdated state; it saves nothing."""
 
 
 class StepBoundary:
@@ -121,8 +121,8 @@ class StepBoundary:
       averager: of the peer.
       jobs: queue of functions that a thread calls one after the other.
       ask: one of them: ask another peer for a pairwise average.
-      join: returns the state of another peer, or None if no peer could send one; called before the
-        first step, after compilation. None: not joining.
+      join: returns the state of another peer with which to begin, or None for its own; called
+        before the first step, after compilation. None: it begins with its own.
       clock: seconds.
     """
 
@@ -185,7 +185,7 @@ class StepBoundary:
             raise NotJoined
         if self.leaving is None and not self._common.over():
             return False
-        if self.join is not None:
+        if self.join is not None and (self.leaving or self._place.start is not None):
             raise NotJoined
         if math.isinf(self._end_by):
             # An average takes at most exchange_s, and its confirmation at most as long again.
@@ -268,7 +268,7 @@ class StepBoundary:
     # --- Parts of a step --------------------------------------------------------------------------
 
     def _joined(self, join: Callable[[], JoinState | None], state: TrainState) -> TrainState:
-        """The state of another peer, if one sends it."""
+        """The state with which this peer begins."""
         joined, self.join = join(), None
         if joined is None:
             return state

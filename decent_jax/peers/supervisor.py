@@ -19,6 +19,11 @@ from decent_jax.peers.peer_run import FOLDER, Place
 
 _LOOK_S = 0.2
 _THREADS = 8  # of a peer: it trains, reports, sends its parameters
+_WHY = {  # a peer has ended, by `Peer.train`
+    "lag": "has lagged too far behind",
+    "join": "was sent no state to begin with",
+    "leave": "has left after {steps} steps",
+}
 _NOBODY = {"generation": -1, "steps": 0, "alive": False, "ready": False, "member": False}
 
 
@@ -72,7 +77,9 @@ class Supervisor:
         self._leaving: set[int] = set()  # ranks that `resize` has asked to leave
         self._said: set[str] = set()
         self._reached = 0
-        self.membership = Membership(config.peers.silent_s, peer_run.known_steps(folder, before))
+        self.membership = Membership(
+            config.peers, config.num_replicas, peer_run.known_steps(folder, before)
+        )
         self.status = self.membership.status()
         self.start = min(self.step(), steps)
 
@@ -89,10 +96,11 @@ class Supervisor:
         saved = peer_run.resumed(self.folder, self._before)
         ranks = sorted(saved)[:wanted]
         for rank in ranks + peer_run.free_ranks(ranks, wanted - len(ranks)):
-            self._start(rank, joins=self.start > 0 and rank not in saved)
+            seeded = None if saved else 0
+            self._start(rank, self.config.peers.max_lag if rank in saved else seeded)
 
-    def _start(self, rank: int, joins: bool) -> None:
-        """Start a peer; if it ``joins``, it takes the state of a live peer."""
+    def _start(self, rank: int, fresh: int | None = None) -> None:
+        """Start a peer; see `Membership.add`."""
         peers, before = self.config.peers, self.of(rank)
         earlier = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
@@ -100,7 +108,7 @@ class Supervisor:
             str(self.folder),
             rank,
             max([before["generation"], *earlier]) + 1,
-            before["steps"] if joins else None,
+            before["steps"] if fresh is None else None,
             self.streams,
             self.step() * self.config.num_replicas,
         )
@@ -112,7 +120,7 @@ class Supervisor:
             gpus=peers.gpus,
             threads=_THREADS,
         )
-        self.membership.add(rank, place.generation, joins)
+        self.membership.add(rank, place.generation, fresh)
         self.live[rank] = _Live(actor, actor.call("train"))
         self.gone.discard(rank)
 
@@ -127,28 +135,27 @@ class Supervisor:
             try:
                 result = peer.training.result()
             except Unanswered as error:
-                peer.actor.kill()  # it may still run, and will be replaced
-                self.deaths[rank] += 1
-                self._say(f"peer {rank} {error}; {len(self.live)} continue")
-                self._replace(rank, leaves or self.deaths[rank] > self.config.peers.restarts)
-                continue
-            if result["how"] == "end":
+                result = {"how": "die", "why": str(error)}
+            how = result["how"]
+            if how == "end":
                 self.ended.append(peer.actor)
                 continue
-            peer.actor.kill()
-            if result["how"] == "lag":
-                self._say(f"peer {rank} has lagged too far behind; {len(self.live)} continue")
-                self._replace(rank, leaves)
-            elif result["how"] == "leave":
-                self.gone.add(rank)
-                steps = result["steps"]
-                self._say(f"peer {rank} has left after {steps} steps; {len(self.live)} continue")
+            peer.actor.kill()  # it may still run, and will be replaced
+            if how == "stop":
+                continue
+            why = _WHY.get(how, "{why}").format(**result)
+            self._say(f"peer {rank} {why}; {len(self.live)} continue")
+            self.gone.add(rank)
+            if how in ("die", "join"):
+                self.deaths[rank] += 1
+            if how != "leave" and not leaves and self.deaths[rank] <= self.config.peers.restarts:
+                self._replace(rank)
+        if not self.membership.is_hopeful():
+            self.kill_the_rest(late=False)
 
-    def _replace(self, rank: int, leaves: bool) -> None:
-        """Replace a peer that is gone, unless its rank should leave."""
-        self.gone.add(rank)
-        if self.live and self.step() < self._steps and not leaves:
-            self._start(rank, joins=True)
+    def _replace(self, rank: int) -> None:
+        if self.membership.is_hopeful() and self.step() < self._steps:
+            self._start(rank)
             self._say(f"peer {rank} restarts and joins with the state of a live peer")
 
     def resize(self) -> None:
@@ -166,7 +173,7 @@ class Supervisor:
         stay = sorted(self.live.keys() - self._leaving)
         for rank in peer_run.free_ranks(list(self.live), wanted - len(stay)):
             self._say(f"peer {rank} starts and joins with the state of a live peer")
-            self._start(rank, joins=True)
+            self._start(rank)
         for rank in stay[wanted:]:
             self._leaving.add(rank)
             self.live[rank].actor.call("leave", "leave")

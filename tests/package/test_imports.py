@@ -67,7 +67,7 @@ MOST_LINES = {
     "cluster": 1303,
     "planner": 2333,
     "actors": 187,
-    "peers": 1913,
+    "peers": 1958,
     "pipelines": 1078,
     "plan": 157,
     "plots": 687,

@@ -10,12 +10,13 @@ import noise_task
 import numpy as np
 import pytest
 from local_actors import LocalActor, LocalActors, Pending
+from test_peers_joining import REPORT
 from test_peers_law import PACES, SIZE, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.actors.handles import Lost, Silent
 from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.run_folder import load_run
-from decent_jax.peers import peer_run
+from decent_jax.peers import Peers, peer_run
 from decent_jax.peers.__main__ import main
 from decent_jax.peers.driver import Driver, message_bytes
 from decent_jax.peers.membership import Membership, MembershipClient
@@ -167,15 +168,32 @@ def test_nobody_replaces_the_last_peer_and_the_copies_are_of_those_that_give_one
     assert not session.supervisor.live and session.supervisor.gone == {0}
 
 
+def test_peers_that_only_could_join_end_with_the_last_that_trained(session):
+    """They would be another run, with first parameters; the same command resumes."""
+    supervisor, lost = session.supervisor, Lost(RuntimeError(), killed=True)
+    for rank in range(3):
+        session.peer(rank).ends = lost
+        supervisor.collect()
+    assert sorted(supervisor.live) == [0, 1, 2, 3]  # which join
+    session.peer(0).ends = {"how": "join", "steps": 0}
+    supervisor.collect()
+    assert supervisor.deaths[0] == 2 and sorted(supervisor.live) == [0, 1, 2, 3]
+    actors = [one.actor for one in supervisor.live.values()]
+    session.peer(3).ends = lost
+    supervisor.collect()
+    assert not supervisor.live and all(actor.killed for actor in actors[:3])
+
+
 def test_what_changes_is_said_once(session):
     now, supervisor = [0.0], session.supervisor
-    supervisor.membership = Membership(5.0, {}, lambda: now[0])
+    supervisor.membership = Membership(Peers(silent_s=5.0), 4, {}, lambda: now[0])
     for rank in range(4):
-        supervisor.membership.add(rank, int(rank == 1), False)
+        supervisor.membership.add(rank, int(rank == 1), 0)
+        assert supervisor.membership.admits(rank, int(rank == 1), None)
     for seconds, heard in ((0, 4), (6, 1), (1, 1), (0, 4), (6, 1)):
         now[0] += seconds
         for rank in range(heard):
-            supervisor.membership.beat(rank, int(rank == 1), NOWHERE, {"steps": 1})
+            supervisor.membership.beat(rank, int(rank == 1), NOWHERE, REPORT)
         supervisor.refresh()
     away = [f"peer {k} is silent; the others continue without it" for k in (1, 2, 3)]
     back = [f"peer {k} is back" for k in (1, 2, 3)]
@@ -228,7 +246,9 @@ class Reporting(Trainee):
 
     def train(self):
         rank = self.place.rank
-        report = {"steps": self.steps, "averaged": rank, "losses": (rank, 2 * rank), "lost": 1}
+        report = REPORT | {"steps": self.steps, "averaged": rank, "lost": 1}
+        report["losses"] = rank, 2 * rank
+        self.membership.call("admits", rank, self.place.generation, None)
         self.membership.call("beat", rank, self.place.generation, ("", 0), report)
         return super().train()
 

@@ -12,7 +12,7 @@ from decent_jax.peers import FORMATS
 from decent_jax.peers.exchange import Answerer, Asker, ask_state
 from decent_jax.peers.protocol import Averager, Format, JoinState
 
-SECRET = b"0123456789abcdef"
+NOWHERE, SECRET = ("127.0.0.1", 9), b"0123456789abcdef"
 CONFIG = {"exchange_s": 30.0, "silent_s": 5.0}
 
 
@@ -22,7 +22,7 @@ class Talker:
     def __init__(self, name, form="float32", **config):
         self.config = CONFIG | config
         self.now, self.willing, self.state = 0.0, True, None
-        self.averager = Averager(name, Format(form), self.config["exchange_s"])
+        self.averager = Averager(name, Format(form), self.config["exchange_s"], 1e9)
         seed = int(name[0])
         # Copies close enough for the first lattice, and of several shapes.
         self.copy = [
@@ -48,7 +48,8 @@ def talkers():
             one, other = Talker("0.0", form, **config), Talker("1.0", form)
             listener, address = other.listen(serve)
             stack.enter_context(listener)
-            one.asker.members = [("0.0", ("127.0.0.1", 9)), ("1.0", address)]
+            for talker in (one, other):
+                talker.averager.update_members({"0.0": NOWHERE, "1.0": address})
             return one, other
 
         yield made
@@ -117,7 +118,7 @@ def test_a_snapshot_is_encoded_only_after_the_partner_agrees(talkers, monkeypatc
 
 def test_nobody_there_is_avoided_for_a_while(talkers):
     one, _ = talkers()
-    one.asker.members = [("0.0", ("127.0.0.1", 9)), ("2.0", ("127.0.0.1", 9))]
+    one.averager.update_members({"0.0": NOWHERE, "2.0": NOWHERE})
     one.asker.ask()
     one.asker.ask()  # nobody is left to ask
     assert one.averager.counts["lost"] == 1 and one.averager.idle()
@@ -204,7 +205,7 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers, c
     assert not one.averager.idle() and not one.averager.take()
     assert one.averager.ask(), "it averages with others meanwhile"
     one.averager.give_up("0.0-1", "lost")
-    one.asker.members = []
+    one.averager.update_members({})
     one.asker.ask()
     assert not one.averager.take()
     go_on.set()
@@ -215,7 +216,7 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers, c
 
 def test_a_state_is_given_to_who_joins(talkers):
     one, other = talkers()
-    address = dict(one.asker.members)["1.0"]
+    address = one.averager.members["1.0"]
     assert ask_state(address, SECRET, 30.0) is None  # it does not train yet
     other.state = JoinState("1.0", 7, other.copy)
     found = ask_state(address, SECRET, 30.0)
@@ -223,4 +224,4 @@ def test_a_state_is_given_to_who_joins(talkers):
     for a, b in zip(found.arrays, other.copy, strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(OSError):
-        ask_state(("127.0.0.1", 9), SECRET, 30.0)
+        ask_state(NOWHERE, SECRET, 30.0)

@@ -7,8 +7,10 @@ import tracemalloc
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from test_peers_joining import REPORT, members
 from test_peers_law import (
     PACES,
+    alone,
     make_step_of,
     noise,  # noqa: F401 (a fixture)
     peer_in_process,  # noqa: F401 (a fixture)
@@ -17,13 +19,13 @@ from test_peers_law import (
 from decent_jax.ground import connections
 from decent_jax.peers import events
 from decent_jax.peers.driver import Aggregate
-from decent_jax.peers.exchange import BROKEN, Asker
-from decent_jax.peers.membership import Membership, MembershipClient, Reporter, state_to_join
+from decent_jax.peers.exchange import BROKEN
+from decent_jax.peers.membership import MembershipClient, Reporter
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.protocol import JoinState
 from decent_jax.peers.step_boundary import NotJoined
 
 NOWHERE, SECRET = ("127.0.0.1", 9), b"secret"
+BOTH = [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
 
 class Near:
@@ -36,15 +38,13 @@ class Near:
         return getattr(self.membership, method)(*args)
 
 
-def reporter_of(peer, membership, clock=lambda: 0.0, **peers):
+def reporter_of(peer, membership, **peers):
     """The reports of a peer, which go to the object ``membership``."""
     own = peer.place.config["peers"] | peers
     place = peer.place._replace(config=peer.place.config | {"peers": own})
-    asker = Asker(peer.averager, b"", own)
     peer.boundary.ready = True
     leave = lambda how: setattr(peer.boundary, "leaving", how)  # noqa: E731
-    given = place, NOWHERE, Near(membership), peer.boundary, peer.common, asker, leave
-    return Reporter(*given, clock=clock)
+    return Reporter(place, NOWHERE, Near(membership), peer.boundary, peer.common, leave)
 
 
 def test_a_report_does_not_wait_for_the_device(in_process):
@@ -115,15 +115,15 @@ def test_a_resume_holds_no_log_in_memory(in_process):
 
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])
-def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process):
+def test_who_ends_before_it_may_train_saves_nothing(leaving, tmp_path):
     """Its parameters are initial or outdated; a resumed run would average with them."""
-    peer = in_process
-    peer.boundary.join = lambda: pytest.fail("it must end first")
-    assert not peer.boundary.over(0)
-    peer.boundary.leaving = leaving
-    peer.common.update(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
-    with pytest.raises(NotJoined):
-        peer.boundary.over(0)
+    with alone(tmp_path, start=0 if leaving is None else None) as peer:
+        peer.boundary.join = lambda: pytest.fail("it must end first")
+        assert not peer.boundary.over(0)
+        peer.boundary.leaving = leaving
+        peer.common.update(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
+        with pytest.raises(NotJoined):
+            peer.boundary.over(0)
 
 
 @pytest.mark.parametrize("told", [("stop",), ("leave", "stop", "leave")])
@@ -140,78 +140,9 @@ def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(told, in_process):
 @pytest.mark.parametrize("others", [0, 1])
 def test_the_only_peer_leaves_at_once(others, in_process):
     """With others it would first average with one of them, or wait 2 peers.exchange_s."""
-    membership = Membership(5.0, {})
-    for rank in range(1 + others):
-        membership.add(rank, 0, False)
-        membership.beat(rank, 0, NOWHERE, {"steps": 3})
-    assert reporter_of(in_process, membership).beat()
+    assert reporter_of(in_process, members(0, *range(1, 1 + others))).beat()
     in_process.boundary.leaving = "leave"
     assert in_process.boundary.over(8) is not bool(others)
-
-
-def state_for(peer, membership, **more):
-    """The state of a peer in rank 1 that joins; nobody gives it one unless ``ask`` does."""
-    own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
-    place = peer.place._replace(rank=1, config=peer.place.config | {"peers": own})
-    given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
-    return state_to_join(place, Near(membership), b"", **given)
-
-
-def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
-    """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
-    membership, waits = Membership(5.0, {}), []
-    membership.add(0, 0, False)
-    membership.add(1, 0, True)
-
-    def wait(seconds):
-        waits.append(seconds)
-        if len(waits) == 3:
-            membership.beat(0, 0, NOWHERE, {"steps": 7})
-
-    def ask(address, secret, seconds):
-        assert address == NOWHERE
-        return JoinState("0.0", 7, [])
-
-    joined = state_for(in_process, membership, wait=wait, ask=ask)
-    assert joined is not None and joined.donor == "0.0" and len(waits) == 3
-
-
-def test_peers_that_all_join_begin_with_what_they_have(in_process):
-    """Of two that were killed at once, each would wait for the other."""
-    membership = Membership(5.0, {})
-    membership.add(0, 1, True)
-    membership.add(1, 0, True)
-    assert state_for(in_process, membership) is None
-
-
-def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
-    membership, now = Membership(5.0, {}), [0.0]
-    membership.add(0, 0, False)
-
-    def wait(seconds):
-        now[0] += 10.0
-
-    assert state_for(in_process, membership, clock=lambda: now[0], wait=wait) is None
-    assert now[0] == 30.0
-    with pytest.raises(NotJoined):
-        state_for(in_process, membership, leaving=lambda: "stop")
-
-
-def test_who_gives_no_state_is_passed_over(in_process):
-    membership = Membership(5.0, {})
-    for rank in (0, 2):
-        membership.add(rank, 0, False)
-        membership.beat(rank, 0, ("127.0.0.1", rank), {"steps": 7})
-    asked = []
-
-    def ask(address, secret, seconds):
-        asked.append(address)
-        if len(asked) == 1:
-            raise EOFError
-        return JoinState("2.0", 7, [])
-
-    joined = state_for(in_process, membership, ask=ask)
-    assert joined is not None and len(set(asked)) == 2
 
 
 def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
@@ -222,9 +153,6 @@ def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
     boundary.end(1, in_process.state)
     with pytest.raises(RuntimeError):
         boundary.want_state().result(0)
-
-
-BOTH = [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
 
 class Answers:
@@ -242,15 +170,20 @@ class Answers:
 
 def test_an_unreachable_membership_is_asked_again(in_process):
     """The thread that reports must not end without a word: the peer would never know the end."""
-    reporter = reporter_of(in_process, Answers((0, BOTH), TimeoutError(), (8, BOTH)))
-    assert reporter.beat() and reporter.beat() and reporter.beat()
+    answers = Answers((0, BOTH), TimeoutError(), TimeoutError(), (8, BOTH), TimeoutError())
+    reporter, counts = reporter_of(in_process, answers), in_process.averager.counts
+    unanswered = []
+    for _ in range(5):
+        unanswered.append(reporter.report()["averaged_unanswered"])
+        assert reporter.beat()
+        counts["averaged"] += 1
     assert in_process.common.progress() == 8 // len(PACES)
+    assert unanswered == [0, 0, 1, 2, 0]  # those before the network broke say nothing
 
 
 def test_the_connection_to_the_membership_may_break():
-    membership, served = Membership(5.0, {1: 4}), []
-    membership.add(0, 0, False)
-    membership.add(1, 0, True)
+    membership, served = members(0), []
+    membership.add(1, 0, None)
 
     def serve(connection):
         served.append(connection)
@@ -260,76 +193,31 @@ def test_the_connection_to_the_membership_may_break():
     with listener:
         link = MembershipClient(address, SECRET, 30.0)
         for steps in (3, 5):
-            found = link.call("beat", 0, 0, NOWHERE, {"steps": steps})
-            assert found == [steps + 4, [["0.0", list(NOWHERE)]]]
-        assert link.call("beat", 0, 1, NOWHERE, {"steps": 3}) is None  # another one has the rank
-        assert link.call("is_hopeful") and len(served) == 1
+            found = link.call("beat", 0, 0, NOWHERE, REPORT | {"steps": steps})
+            assert found == [steps, [["0.0", list(NOWHERE)]]]
+        assert link.call("beat", 0, 1, NOWHERE, REPORT) == "stop"  # another has the rank
+        assert len(served) == 1
         served[0].close()
         with pytest.raises(BROKEN):
             link.call("members")
         assert link.call("members") == [["0.0", list(NOWHERE)]]
         membership.remove(0)
-        assert link.call("members") == [] and not link.call("is_hopeful")
+        assert link.call("members") == [] and not membership.is_hopeful()
     with pytest.raises(BROKEN):
         MembershipClient(NOWHERE, SECRET, 1.0).call("members")
 
 
-def test_a_peer_whose_rank_another_one_has_stops(in_process):
-    assert not reporter_of(in_process, Answers(None)).beat()
-    assert in_process.boundary.leaving == "stop"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "steps", "own", "averages", "goes_on"),
-    [
-        (6, 16, 0, 0, False),  # stopped
-        (4, 16, 0, 0, True),  # not for long
-        (6, 4, 0, 0, True),  # nor did it miss much
-        (6, 16, 12, 3, True),  # train.py was silent, this peer was not
-        (6, 16, 1, 1, False),  # suspended right after an average
-        (6, 16, 12, 0, False),  # trained on alone
-    ],
-)
-def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
-    seconds, steps, own, averages, goes_on, in_process
-):
-    """What it knows is old, unless it kept up: its next average would pull the others back."""
-    in_process.averager.publish([np.zeros(3, np.float32)], 0)
-    now = [0.0]
-    made = 100, 100 + steps  # the first were known before, however long this peer took to begin
-    answers = Answers(*((t * len(PACES), BOTH) for t in made))
-    reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
-    now[0] += 60
-    assert reporter.beat()
-    now[0] += seconds
-    in_process.common.own += own
-    in_process.averager.counts["averaged"] += averages
-    assert reporter.beat() is goes_on
-    assert (
-        in_process.averager.snapshot is not None
-    ) is goes_on  # the mean is without its old model
-    in_process.averager.publish([np.zeros(3, np.float32)], 0)
-    assert in_process.averager.agree("1.0-0") is goes_on
-    if not goes_on:
-        with pytest.raises(NotJoined):
-            in_process.boundary.over(8)
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_averages_before_a_network_broke_do_not_count(when, in_process):
-    """An average between the last answer and the break says nothing about the time since."""
-    now = [0.0]
-    late = 16 * len(PACES), BOTH
-    answers = Answers((0, BOTH), TimeoutError(), TimeoutError(), late)
-    reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
-    assert reporter.beat()
-    in_process.averager.counts["averaged"] += when == "before"
-    assert reporter.beat()
-    in_process.averager.counts["averaged"] += when == "meanwhile"
-    assert reporter.beat()
-    in_process.common.own += 12
-    now[0] += 6
-    assert reporter.beat() is (when == "meanwhile")
+@pytest.mark.parametrize("how", ["stop", "lag"])
+def test_a_peer_that_must_end_averages_with_nobody(how, in_process):
+    """The mean is without its outdated parameters."""
+    averager = in_process.averager
+    for is_there in (True, False):
+        averager.publish([np.zeros(3, np.float32)], 0)
+        assert averager.agree("1.0-0") is is_there
+        averager.withdraw()
+        if is_there:
+            assert not reporter_of(in_process, Answers(how)).beat()
+    assert in_process.boundary.leaving == how
 
 
 def test_reports_end_when_the_peer_does(in_process):

@@ -34,7 +34,8 @@ class InProcess:
     def __init__(self, place, experiment, steps, clock=time.monotonic):
         n = place.config["num_replicas"]
         self.place, self.experiment = place, experiment
-        self.averager = Averager(place.name, Format(place.config["peers"]["codec"]), 1e9)
+        self.averager = Averager(place.name, Format(place.config["peers"]["codec"]), 1e9, 1e9)
+        self.averager.update_members({f"{rank}.0": ("127.0.0.1", 9) for rank in range(n)})
         self.common = CommonProgress(n, steps)
         self.jobs = queue.SimpleQueue()
         self.asks, self.now = 0, 0.0
@@ -88,6 +89,9 @@ def exchange(asker, answerer):
     yield
     offer, message = asked
     reply = answerer.answer(offer, message())
+    if reply is None:  # too late
+        asker.give_up(offer.name, "lost")
+        return None
     yield
     decoded = asker.receive(*reply)
     yield

@@ -32,8 +32,9 @@ def average(asker, answerer):
 
 
 def peers(x, form, clock=lambda: 0.0):
-    group = [Averager(f"{k}.0", Format(form), 5.0, clock) for k in range(len(x))]
+    group = [Averager(f"{k}.0", Format(form), 5.0, 1e9, clock) for k in range(len(x))]
     for one, row in zip(group, x, strict=True):
+        one.update_members({other.me: ("127.0.0.1", 9) for other in group})
         one.publish([row.copy()], 0)
     return group
 

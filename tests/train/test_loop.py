@@ -148,7 +148,7 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     config = tiny.waves(algorithm="swarm", trainer="peers", steps=3, log={"every": 5})
     config.optimizer.name = "sgd"
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4, all_steps=others)
-    averager = Averager(place.name, Format("float32"), 1.0)
+    averager = Averager(place.name, Format("float32"), 1.0, 1.0)
     with open_peer(place) as (experiment, work):
         jobs = queue.SimpleQueue()
         given = place, CommonProgress(4, 3), averager, jobs, lambda: None, None
