@@ -85,51 +85,53 @@ def write(name, text):
     return lambda run: (run / name).write_text(text)
 
 
+# What is damaged, and commands that read it.
 DAMAGE = {
-    "bits": all_steps(damage.flip_bits),
-    "cut": all_steps(damage.cut_short),
-    "no arrays": all_steps(lambda step: shutil.rmtree(step / "state")),
-    "no meta": all_steps(lambda step: (step / "meta.json").unlink()),
-    "no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
-    "config of another": lambda run: shutil.copy("line/config.json", run / "config.json"),
-    "config cut": lambda run: write("config.json", (run / "config.json").read_text()[:90])(run),
-    "config empty": write("config.json", ""),
-    "config of numbers": write("config.json", "3"),
-    "no data": lambda run: shutil.rmtree("data"),
-    "manifest": lambda run: Path("data/manifest.json").write_text("[]"),
-    "tokens": lambda run: Path("data/train.bin").write_bytes(b"\xff" * 7),
-    "metrics": write("metrics.jsonl", "[]\n{\n"),
-    "metrics is a folder": lambda run: (
-        (run / "metrics.jsonl").unlink(),
-        (run / "metrics.jsonl").mkdir(),
+    "bits": (all_steps(damage.flip_bits), "sample train"),
+    "cut": (all_steps(damage.cut_short), "export train"),
+    "no arrays": (all_steps(lambda step: shutil.rmtree(step / "state")), "export train"),
+    "no meta": (all_steps(lambda step: (step / "meta.json").unlink()), "sample train"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "export train"),
+    "config of another": (
+        lambda run: shutil.copy("line/config.json", run / "config.json"),
+        "sample plot status translate train",
+    ),
+    "config cut": (
+        lambda run: write("config.json", (run / "config.json").read_text()[:90])(run),
+        "export status translate",
+    ),
+    "config empty": (write("config.json", ""), "sample plot train"),
+    "config of numbers": (write("config.json", "3"), "export plot status train"),
+    "no data": (lambda run: shutil.rmtree("data"), "sample export train"),
+    "manifest": (lambda run: Path("data/manifest.json").write_text("[]"), "sample train"),
+    "tokens": (lambda run: Path("data/train.bin").write_bytes(b"\xff" * 7), "train"),
+    "metrics": (write("metrics.jsonl", "[]\n{\n"), "plot status train"),
+    "metrics is a folder": (
+        lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
+        "plot status train",
     ),
 }
 READ = ("sample --workdir text", "export --workdir text --out m.safetensors", "plot text")
 READ += ("status text", "translate --workdir text", "train --config config.py --workdir text")
-FINE = {  # what a command does not read
-    "sample": ("metrics", "metrics is a folder", "tokens", "cut"),
-    "export": ("metrics", "metrics is a folder", "tokens", "cut"),
-    "translate": (),
-}
+COMMANDS = {line.partition(" ")[0]: line for line in READ}
+# A command that has nothing to say of the damage: arrays of the best model are there, a run begins
+# anew, or takes the checkpoint that is left.
+FINE = {("export", "cut"), ("train", "no checkpoint"), ("train", "tokens")}
 
 
-@pytest.mark.parametrize("line", READ)
-@pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_folder(case, line, here, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case in DAMAGE for name in DAMAGE[case][1].split()]
+)
+def test_a_damaged_folder(case, name, here, capfd, monkeypatch):
     config = tiny.config(here / "data", num_replicas=2, steps=4, eval={"every": 1})
     tiny.write(config, here / "config.py")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
-    DAMAGE[case](here / "text")
-    name = line.split()[0]
-    if name in ("plot", "status") or case in FINE.get(name, ()) or (name, case) in CONTINUES:
-        code = command.main(shlex.split(line))  # may have nothing to say of this damage
+    DAMAGE[case][0](here / "text")
+    if name in ("plot", "status") or (name, case) in FINE:
+        code = command.main(shlex.split(COMMANDS[name]))
         assert code in (0, 1, 2) and "Traceback" not in capfd.readouterr().err
     else:
-        last_line(line, (1, 2), capfd)
-
-
-# Of these a run begins anew, or takes the checkpoint that is left.
-CONTINUES = {("train", "no checkpoint"), ("train", "tokens")}
+        last_line(COMMANDS[name], (1, 2), capfd)
 
 
 # --- Files that cannot be written or read ---------------------------------------------------------
@@ -180,19 +182,18 @@ UNREADABLE = {
 
 
 @pytest.mark.timeout(60)  # opening a pipe that nobody writes into waits for ever
-@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to nothing", "/proc/self/mem"])
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_file_that_cannot_be_read(name, kind, here, capfd):
-    if (name, kind) == ("translate", "a pipe"):
-        return  # it reads what somebody will write
-    path = here / "x"
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/proc/self/mem" if kind.startswith("/") else here / "nowhere")
-    last_line(UNREADABLE[name].replace("{}", str(path)), (1, 2), capfd)
+def test_a_file_that_cannot_be_read(name, here, capfd):
+    for path in map(Path, ("pipe", "folder", "link", "memory")):
+        if (name, path.name) == ("translate", "pipe"):
+            continue  # it reads what somebody will write
+        if path.name == "pipe":
+            os.mkfifo(path)
+        elif path.name == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("/proc/self/mem" if path.name == "memory" else "nowhere")
+        last_line(UNREADABLE[name].replace("{}", str(here / path)), (1, 2), capfd)
 
 
 @pytest.mark.parametrize(
