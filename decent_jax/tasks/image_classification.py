@@ -237,10 +237,10 @@ class ImageClassification(Task):
     @functools.cached_property
     def whitening(self) -> np.ndarray:
         """What the first layer of ``airbench94`` is, of the first training images."""
-        with loader.train_batches(
-            self.train_source, seed=0, num_replicas=1, batch_size=_WHITENED_IMAGES
-        ) as batches:
-            return airbench.whitening(normalize(next(batches)["image"][0]))
+        source = self.train_source
+        size = min(_WHITENED_IMAGES, len(source))
+        with loader.train_batches(source, seed=0, num_replicas=1, batch_size=size, prefetch=0) as x:
+            return airbench.whitening(normalize(next(x)["image"][0]))
 
     def init(self, key):
         params, statistics = resnet.init(self.config, key)

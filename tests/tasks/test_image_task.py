@@ -392,6 +392,19 @@ AIRBENCH = {
 }
 
 
+def test_the_whitening_reads_each_image_once(monkeypatch):
+    """Of fewer than it wants, and none of the batches after them."""
+    read, get = [], generated_images.GeneratedImages.__getitem__
+
+    def noted(source, index):
+        read.append(int(index))
+        return get(source, index)
+
+    monkeypatch.setattr(generated_images.GeneratedImages, "__getitem__", noted)
+    task = make_task(model__preset="airbench94", model__blocks="")
+    assert task.whitening.shape[:3] == (2, 2, 3) and sorted(read) == list(range(40))
+
+
 @pytest.mark.slow
 def test_a_run_of_airbench_keeps_its_whitening(folders, tmp_path):
     config = config_of(folders, steps=3, eval__every=0, **AIRBENCH)
