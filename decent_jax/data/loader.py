@@ -33,6 +33,7 @@ from decent_jax.data.partition import Partition
 from decent_jax.ground.errors import DataError, unforeseen
 from decent_jax.ground.format import format_bytes
 
+_AT_ONCE = 256  # records that `all_records` stacks
 _MEMORY = "/dev/shm"  # through which readers pass their batches
 
 
@@ -86,9 +87,9 @@ def train_batches(
 
     Each epoch visits every record once, in a new order; a batch may straddle two epochs. With a
     partition, each epoch of a replica visits every record of that replica once. If the source has
-    a method `of_epoch(index, epoch)`, it is read by that instead of `[index]`; if it has a method
-    `augment(record, generator)`, the batches hold its results; the random numbers depend
-    on the example's position in the stream alone, not on the process that reads it.
+    a method `of_epoch(index, epoch)`, that is the number of the record to read in place of `index`;
+    if it has a method `augment(record, generator)`, the batches hold its results; the random
+    numbers depend on the example's position in the stream alone, not on the process that reads it.
 
     Args:
       source: `len(source)` records, `source[i]` an array or a pytree of arrays of equal shapes
@@ -151,6 +152,60 @@ def eval_batches(
     return _iterate(dataset, workers)
 
 
+class Numbers:
+    """The numbers of a source's records, as a source: batches of them have the same order."""
+
+    def __init__(self, source):
+        self._source = source
+        if hasattr(source, "of_epoch"):
+            self.of_epoch = source.of_epoch
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, number: int) -> np.int32:
+        return np.int32(number)
+
+
+def is_fixed(source) -> bool:
+    """Whether a number always gives the same record; `augment` then draws nothing."""
+    draws = hasattr(source, "augment") and not getattr(source, "fixed", False)
+    return not draws and not hasattr(source, "train_blocks")
+
+
+def all_records(source) -> Any:
+    """The records of all numbers of a source that `is_fixed`, stacked.
+
+    Raises:
+      DataError: one cannot be read.
+    """
+    import grain
+    import jax
+
+    dataset = grain.MapDataset.range(_count(source)).map(_reader(source)).batch(_AT_ONCE)
+    with _iterate(dataset, workers=0) as parts:
+        return jax.tree.map(lambda *part: np.concatenate(part), *parts)
+
+
+def bytes_of_all(source) -> int:
+    """Bytes of `all_records`."""
+    import jax
+
+    one = jax.tree.leaves(_reader(source)(0))
+    return _count(source) * sum(np.asarray(leaf).nbytes for leaf in one)
+
+
+def _count(source) -> int:
+    """Of its numbers; more than its records if `of_epoch` distinguishes views of a record."""
+    return getattr(source, "numbers", len(source))
+
+
+def _reader(source):
+    if not hasattr(source, "augment"):
+        return source.__getitem__
+    return lambda number: source.augment(source[number], None)
+
+
 def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     """A sequence whose item ``step * num_replicas + replica`` is a replica's block (B, ...).
 
@@ -185,8 +240,7 @@ def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
     dataset = grain.MapDataset.source(records).shuffle(order).repeat()
     if hasattr(source, "of_epoch"):
         dataset = dataset.map_with_index(of_epoch)
-    else:
-        dataset = dataset.map(source.__getitem__)
+    dataset = dataset.map(source.__getitem__)
     if hasattr(source, "augment"):
         dataset = dataset.random_map(source.augment, seed=drawing)
     return dataset.batch(per_replica, drop_remainder=True)

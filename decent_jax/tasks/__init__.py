@@ -38,6 +38,9 @@ class TaskData:
 
     workers: int = changeable(0, "processes that read ahead; 0: threads", at_least=0)
     prefetch: int = changeable(4, "batches read ahead", at_least=0)
+    on_device: bool = changeable(
+        False, "read all training records once, onto the devices; several steps are one program"
+    )
     partition: str = setting(
         "iid", "dirichlet: each replica has records drawn by label", choices=("iid", "dirichlet")
     )

@@ -178,6 +178,11 @@ def _check_sizes(config: Config) -> None:
             f"must be False with {config.trainer}",
         ),
         (
+            (alone and config.mesh.fsdp == 1) or not config.data.on_device,
+            "data.on_device",
+            f"must be False with mesh.fsdp {config.mesh.fsdp} and trainer {config.trainer}",
+        ),
+        (
             copies <= config.steps or config.epochs > 0,
             "recovery.every",
             f"must be at most steps, {config.steps}",

@@ -136,14 +136,14 @@ class DelayedStep(NamedTuple):
         two_stages = round_.group_size > 1 and not round_.sends
         first = delay // 2 if two_stages else delay
         state, outgoing = self.split(state)
-        state, metrics = _loop(step, state, batches[:first], t)
+        state, metrics = loop_of(step, state, batches[:first], t)
         waits = first > 0 and (two_stages or round_.between_groups is not None)
         message = self.message(outgoing, rnd, state.params if waits else None)
-        state, more = _loop(step, state, batches[first:], t + first)
+        state, more = loop_of(step, state, batches[first:], t + first)
         return self.apply(state, outgoing, message, rnd), metrics + more
 
 
-def _loop(
+def loop_of(
     step: Callable, state: Any, batches: Sequence[Any], t: jax.Array
 ) -> tuple[Any, list[Any]]:
     """The steps from t on, as one `jax.lax.scan`."""

@@ -1,6 +1,7 @@
 """The parts of a run: everything that a config names, checked and built once."""
 
 import contextlib
+import functools
 import itertools
 import json
 import zlib
@@ -20,6 +21,8 @@ from decent_jax.data import loader, partition
 from decent_jax.ground import json_files, machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import LARGEST
+from decent_jax.ground.format import format_bytes
+from decent_jax.optim import as_method
 from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import Task
@@ -89,6 +92,8 @@ def open_experiment(
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
         _check_fits_the_model(config, task, tx, rate, placement)
         check_batch(config, task.train_source, sharing * jax.process_count())
+        if config.data.on_device:
+            _check_on_device(task.train_source, tx, placement)
         # Printed only now, because a refused run prints only the reason.
         work.accept()
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
@@ -303,6 +308,26 @@ def check_state(placement: Placement, state: Any) -> None:
     count = len(placement.local_replicas)
     if placement.platform == "cpu":  # other devices report it themselves
         machine.check_memory(count * each, f"the state of {count} replicas")
+
+
+def _check_on_device(source, tx, placement) -> None:
+    """Refuse a run whose training records cannot stay on its devices."""
+    refusal = functools.partial(ConfigError.about, "data.on_device")
+    if jax.process_count() > 1 or as_method(tx).delayed:
+        why = "must be False with several processes, and with messages that overlap several steps"
+        raise refusal(True, why)
+    if not loader.is_fixed(source):
+        why = f"must be False: {type(source).__name__} makes other records at every visit"
+        raise refusal(True, why)
+    size = loader.bytes_of_all(source)
+    there = (placement.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+    if there is None:
+        machine.check_memory(size * placement.mesh.devices.size, "data.on_device")
+    elif size > there // 2:
+        why = (
+            f"must be False: the records have {format_bytes(size)}, a device {format_bytes(there)}"
+        )
+        raise refusal(True, why)
 
 
 def check_batch(config: Config, source: Sequence[Any], processes: int) -> None:

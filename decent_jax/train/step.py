@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,19 @@ from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import xla
-from decent_jax.train.delayed_step import DelayedStep
+from decent_jax.train.delayed_step import Blocks, DelayedStep, loop_of
 from decent_jax.train.settings import Config
+
+
+class Resident(NamedTuple):
+    """The batches of several steps, of records that stay on the devices.
+
+    records: (N, ...) arrays, all of them on every device.
+    numbers: (n, B) int32 for each step: which of them the replicas take.
+    """
+
+    records: Any
+    numbers: tuple[jax.Array, ...]
 
 
 def learning_rate(config: Config, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
@@ -157,6 +168,8 @@ def make_step(
     ``learning_rate``, (). On CPU hosts, messages overlap the computation
     (`decent_jax.cpu.overlap`), in programs that come from ``cache``.
 
+    A `Resident` batch is several steps, each with the round of its step, and a list of metrics.
+
     With `decent_jax.optim.Delayed`, a round takes ``delay`` steps from t on with a tuple of
     their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
     """
@@ -213,7 +226,23 @@ def make_step(
 
         return Parts(split, compute, send, apply, with_rate)
 
+    def several(state, batch, t):
+        """Steps of resident records on one device."""
+        cycle = [rnd for rnd, _ in Blocks.of(config, schedule, tx).cycle()]
+        rounds = list(dict.fromkeys(cycle))
+        at = jnp.array([rounds.index(rnd) for rnd in cycle])
+
+        def one(state, numbers, t):
+            taken = jax.tree.map(lambda x: jnp.take(x, numbers, axis=0, mode="clip"), batch.records)
+            found = gradients(state.params, state.model_state, taken, t)
+            each = [placement.per_replica(partial(finish, rnd=rnd)) for rnd in rounds]
+            return jax.lax.switch(at[t % len(cycle)], each, state, found)
+
+        return loop_of(one, state, batch.numbers, t)
+
     def on_device(state, batch, t, *, rnd):
+        if isinstance(batch, Resident):
+            return several(state, batch, t)
         if rnd is not None and delayed_step:
             local_step = partial(on_device, rnd=None)
             return delayed_step.in_one_program(state, batch, t, rnd, local_step)
@@ -235,7 +264,10 @@ def make_step(
 
     @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
     def step(state, batch, t, *, round):
-        run = placement.on_devices(partial(on_device, rnd=round), (rows, rows, P()), rows)
+        of_batch: Any = rows
+        if isinstance(batch, Resident):
+            of_batch = batch._replace(records=P(), numbers=rows)
+        run = placement.on_devices(partial(on_device, rnd=round), (rows, of_batch, P()), rows)
         return with_rate(run(state, batch, t), t)
 
     parts = early_parts(method.early) if method.early else None

@@ -30,9 +30,10 @@ from decent_jax.train import step as step_lib
 from decent_jax.train.delayed_step import Blocks
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
+from decent_jax.train.on_device import read_records, steps_together
 from decent_jax.train.saver import Saver
 from decent_jax.train.settings import Config
-from decent_jax.train.step import make_step
+from decent_jax.train.step import Resident, make_step
 from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
@@ -116,8 +117,11 @@ class Synchronous:
         cache = open_cache(flat(experiment.config), folder, experiment.placement)
         self.programs = Programs(experiment, work, clock, self.cost, self.first, cache)
         self._profile = StepTrace(experiment.config.profile.count, work.path, work.say)
-        self._steps = experiment.steps
-        self._feed = Feed(experiment, start + ahead, clock)
+        self._steps, fed, self._records = experiment.steps, experiment, None
+        if experiment.config.data.on_device:
+            with work.announce("reading all training records"):
+                self._records, fed = read_records(experiment)
+        self._feed = Feed(fed, start + ahead, clock)
         self._done = start
         with self.programs, self._feed, self._profile:
             self._read_ahead(start)
@@ -135,14 +139,20 @@ class Synchronous:
         """Dispatch a step, or the steps that a message overlaps; then get the next batches."""
         if isinstance(self._batches, DataError):
             raise self._batches
+        if self._records is not None:
+            together = steps_together(self.experiment.config.log.every)
+            count = together if until - done >= together else 1
+            self._batches = [self._feed.next() for _ in range(count)]
         batches, measured = zip(*self._batches, strict=True)
-        rnd, count = self.programs.blocks.due(done, self._steps)
-        key = rnd, shapes_of(batches[0])
+        (rnd, count), one = self.programs.blocks.due(done, self._steps), batches[0]
+        soon = (rnd for rnd, _ in self.programs.blocks.cycle(done, self._steps))
+        if self._records is not None:
+            rnd, count, one, soon = None, len(batches), Resident(self._records, batches), ()
+        key = rnd, shapes_of(one)
         if key not in self.programs.compiled:
-            soon = (rnd for rnd, _ in self.programs.blocks.cycle(done, self._steps))
-            self.programs.compile(self.state, batches[0], *key, soon=soon)
+            self.programs.compile(self.state, one, *key, soon=soon)
         self._profile.turn(done, count, self.state)
-        batch = batches if self.programs.blocks.spans_steps(rnd) else batches[0]
+        batch = batches if self.programs.blocks.spans_steps(rnd) else one
         compiled = self.programs.compiled[key]
         waits = done + count >= until  # this process, anyway
         if rnd is not None and waits and hasattr(compiled, "timed"):
@@ -163,7 +173,7 @@ class Synchronous:
         return metrics
 
     def _read_ahead(self, done: int) -> None:
-        if done >= self._steps:
+        if done >= self._steps or self._records is not None:  # a step knows how many it takes
             return
         try:
             count = self.programs.blocks.due(done, self._steps)[1]
@@ -377,7 +387,10 @@ class Programs:
 
             return self._cache.get(f"step {rnd} {shapes}", compiled)
 
-        message = f"compiling the step ({self._name(rnd, shapes)})"
+        what = f"the step ({self._name(rnd, shapes)})"
+        if isinstance(batch, Resident):
+            what = f"{len(batch.numbers)} steps at once"
+        message = f"compiling {what}"
         coming = self._coming.pop((rnd, shapes), None)
         with self._clock.of("compiling"), self._work.announce(message):
             compiled = compiled_for(rnd) if coming is None else coming.result()

@@ -45,14 +45,20 @@ class TrainImages:
         and are moved later.
       alternate: mirror half of the images in epochs 0, 2, ..., and the others in epochs 1, 3, ...;
         the integer draws the halves. None: mirror none.
+
+    Attributes:
+      fixed: whether `augment` draws nothing, so that a number always gives the same image.
+      numbers: of the records; from ``len(self)`` on they are the same images, mirrored.
     """
 
     def __init__(self, files, size: int, *, whole: bool = False, alternate: int | None = None):
         self.files, self.size, self.whole = files, size, whole
         self.class_names = files.class_names
+        self.fixed, self.numbers = whole, len(files)
         self._half = None
         if alternate is not None:
             self._half = np.random.default_rng(alternate).integers(0, 2, len(files))
+            self.numbers *= 2
 
     @property
     def labels(self) -> np.ndarray:
@@ -62,15 +68,15 @@ class TrainImages:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int):
-        return self.files[index]
-
-    def of_epoch(self, index: int, epoch: int):
-        """The record as it is seen in this epoch."""
+    def __getitem__(self, number: int):
+        mirrored, index = divmod(number, len(self))
         record = self.files[index]
-        if self._half is None or (epoch - self._half[index]) % 2:
-            return record
-        return Mirrored(*record)
+        return Mirrored(*record) if mirrored else record
+
+    def of_epoch(self, index: int, epoch: int) -> int:
+        """The number of the record as it is seen in this epoch."""
+        mirrored = self._half is not None and not (epoch - self._half[index]) % 2
+        return index + mirrored * len(self)
 
     def __repr__(self) -> str:
         return f"TrainImages({self.files!r}, size={self.size})"

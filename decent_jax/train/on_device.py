@@ -1,0 +1,44 @@
+"""Training records that stay on the devices; then several steps can be one program.
+
+Nothing runs on the host between the steps of a program, which matters where a step takes less than
+some milliseconds.
+"""
+
+import copy
+from typing import Any
+
+import jax
+
+from decent_jax.data import loader
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.train.experiment import Experiment
+
+MOST = 64  # steps of a program
+
+
+def read_records(experiment: Experiment) -> tuple[Any, Experiment]:
+    """All training records, on every device, and the experiment whose batches number them.
+
+    Raises:
+      ConfigError: a record cannot be used.
+    """
+    source = experiment.task.train_source
+    numbered: Any = copy.copy(experiment.task)
+    try:
+        records = loader.all_records(source)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    numbered.train_source = loader.Numbers(source)
+    if measure := getattr(experiment.task, "measure", None):
+        numbered.measure = lambda block: measure(jax.tree.map(lambda x: x[block], records))
+    on_devices = jax.device_put(records, experiment.placement.replicated)
+    return on_devices, experiment._replace(task=numbered)
+
+
+def steps_together(every: int) -> int:
+    """Steps of a program, for rows that come ``every`` steps.
+
+    >>> [steps_together(every) for every in (1, 50, 64, 100, 1000)]
+    [1, 50, 64, 50, 50]
+    """
+    return max(count for count in range(1, MOST + 1) if every % count == 0)
