@@ -182,18 +182,6 @@ def test_errors_in_a_pattern_do_not_cancel_in_the_checksum():
         assert np.isnan(lattice.decode(message, y)).all()
 
 
-@pytest.mark.parametrize(("bits", "percent"), [(8, 0.098), (4, 1.56)])
-def test_fail_rate_up_to_half_the_period(bits, percent):
-    """1 / (4 q); of four million coordinates 2% (5% for q = 256) is four standard deviations."""
-    rng = np.random.default_rng(3)
-    lattice, x = Lattice(bits, 1.0), rng.uniform(-1000, 1000, 4_000_000)
-    y = x + rng.uniform(0, 2**bits / 2, x.size) * rng.choice([-1, 1], x.size)
-    _, points = lattice.nearest(lattice.encode(x), y)
-    rate = np.mean(points != np.round(x))
-    assert rate == pytest.approx(1 / (4 * 2**bits), rel=0.02 if bits == 4 else 0.05)
-    assert 100 / (4 * 2**bits) == pytest.approx(percent, rel=0.01)
-
-
 def test_noise_is_uniform_over_places_and_over_keys():
     """And neighbours, and the same place under other keys, know nothing of each other."""
     keys = jax.random.split(jax.random.key(1), 2000)

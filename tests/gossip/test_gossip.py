@@ -153,26 +153,6 @@ def test_mix_is_the_matrix(form, n, devices, x64):
         assert np.isnan(y).any()  # all bad stays NaN
 
 
-@pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])
-def test_dtypes_are_kept(form, n, devices):
-    pairs, complete = topology.make("one_peer_exp", n), topology.make("complete", n)
-    x = tree_for(n)["kernel"]
-    tree = {"half": jnp.asarray(x, jnp.bfloat16), "single": jnp.asarray(x, jnp.float32)}
-
-    def mixed(axis, tree):
-        oks = None, jnp.isfinite(tree["single"]).all()
-        out = [gossip.mix(tree, one, 0, axis, finite=ok) for one in (pairs, complete) for ok in oks]
-        return [*out, gossip.mean(tree, axis)]
-
-    got = on_stack(mixed, form, n, devices)(tree)
-    matrices = [pairs.matrix(0)] * 2 + [np.full((n, n), 1 / n)] * 3
-    for y, matrix in zip(got, matrices, strict=True):
-        assert y["half"].dtype == jnp.bfloat16 and y["single"].dtype == jnp.float32
-        for key, tolerance in (("half", 0.05), ("single", 1e-6)):
-            wanted = np.einsum("ij,j...->i...", matrix, np.asarray(tree[key], np.float64))
-            np.testing.assert_allclose(np.asarray(y[key], np.float64), wanted, atol=tolerance)
-
-
 # (form, n, devices): a device holds a part of a group, a whole group, or several.
 GROUP_FORMS = [("vmap", 8, 1), ("devices", 8, 8), ("block", 8, 4), ("block", 24, 4)]
 

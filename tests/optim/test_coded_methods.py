@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from refusals import refuses
 
 from decent_jax import optim, topology
 from decent_jax.gossip.codecs import Codec, Int4, Int8
-from decent_jax.gossip.sparse import ChunkedTopK
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, LR, EVERY, STEPS = 4, 0.1, 3, 13
@@ -97,13 +95,6 @@ def test_all_reduce_in_few_bits_is_its_recursion():
     np.testing.assert_allclose(got, recursion(step, 1), rtol=0, atol=1e-12)
 
 
-def test_sparseloco_is_diloco_with_a_sparse_codec():
-    sparse = optim.sparseloco(optax.sgd(LR), COMPLETE, density=0.5, chunk=2, bits=32)
-    codec = ChunkedTopK(0.5, 2, 32)
-    same = optim.diloco(optax.sgd(LR), COMPLETE, optax.sgd(1.0), mix_every=EVERY, codec=codec)
-    np.testing.assert_array_equal(run(sparse)[0], run(same)[0])
-
-
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=repr)
 def test_what_a_message_loses_comes_later(codec):
     """Equal replicas after each round, and the optimum of the mean is reached."""
@@ -128,8 +119,3 @@ def test_a_gradient_that_is_not_finite_stops_all_replicas_for_one_step():
     assert np.isfinite(got).all() and (got[5] != got[4]).any()
     assert state.skipped.tolist() == [1] * N
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.own))
-
-
-def test_numbers_that_a_coded_mean_cannot_have_are_refused():
-    with refuses("decay", "1.5"):
-        optim.diloco(optax.sgd(LR), COMPLETE, codec=Int8(), decay=1.5)

@@ -118,8 +118,8 @@ def test_complex_numbers_as_in_optax():
 
 def test_moments_are_shaped_like_the_parameters_in_float32_at_least():
     params = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros(4, jnp.complex64)}
-    state = optim.scale_by_accum_adam(accum_steps=2).init(params)
-    for part in (state.mu, state.nu, state.window):
+    alone, state = (optim.scale_by_accum_adam(accum_steps=s).init(params) for s in (1, 2))
+    for part in (alone.mu, alone.nu, state.mu, state.nu, state.window):
         assert {key: x.shape for key, x in part.items()} == {"a": (2, 3), "b": (4,)}
         assert {key: x.dtype for key, x in part.items()} == {"a": jnp.float32, "b": jnp.complex64}
 
