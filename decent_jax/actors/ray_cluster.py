@@ -19,7 +19,7 @@ from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError
 
 _STORE = 128 * 2**20  # bytes of a local object store at least
-_ACTOR = 150e6  # bytes of a Python that has imported jax
+_ACTOR = 250e6  # bytes of a Python that has imported jax and this package
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
@@ -37,6 +37,8 @@ def prepare(address: str) -> None:
     """
     extras.need("peers", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers are 15 nicer than we
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # `train.py` says itself which actor has died.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
@@ -74,7 +76,7 @@ def running(config: Any, section: str, count: int, store: int = 0) -> Iterator[N
         )
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if not address:
-        machine.check_memory(count * _ACTOR + store, f"a Ray of {count} {section} actors")
+        check_memory(count, store, section)
         options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
     try:
         with warnings.catch_warnings():  # Ray forks; the child calls exec at once
@@ -92,6 +94,12 @@ def running(config: Any, section: str, count: int, store: int = 0) -> Iterator[N
         yield
     finally:
         ray.shutdown()
+
+
+def check_memory(count: int, store: int, section: str) -> None:
+    """Refuse more actors than this machine has memory for; ``store``: bytes of their objects."""
+    needed = count * _ACTOR + store
+    machine.check_memory(needed, f"{count} {section} actors, {_ACTOR / 1e6:g} MB each and more,")
 
 
 def check_address(config: Any, section: str) -> None:

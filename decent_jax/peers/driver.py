@@ -14,17 +14,18 @@ import numpy as np
 
 from decent_jax import replicas
 from decent_jax.actors.handles import Actor, Actors, own_host
-from decent_jax.actors.ray_cluster import check_address, running
+from decent_jax.actors.ray_cluster import check_address, check_memory, running
 from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.ground import connections
-from decent_jax.ground.errors import Interrupted, TrainingFailed
+from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.progress import Progress
+from decent_jax.monitor.goodput import Clock
 from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.peers import Config, peer_run
 from decent_jax.peers.peer_run import FOLDER, Place
 from decent_jax.peers.protocol import Arrays, Format
-from decent_jax.peers.step_boundary import averaged
+from decent_jax.peers.step_boundary import averaged, number
 from decent_jax.peers.supervisor import Supervisor
 from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm, loop
@@ -32,7 +33,7 @@ from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.rows import shown
 from decent_jax.train.saver import Saver
-from decent_jax.train.synchronous import init, time_steps
+from decent_jax.train.synchronous import Feed, Programs, init, shapes_of, time_steps
 from decent_jax.train.workdir import Signals, Workdir
 
 _SAVE_S = 2.0
@@ -49,8 +50,30 @@ def run(config: Config, workdir: str | Path) -> dict[str, Any]:
         work.config = config
         state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
         num_bytes = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        if not config.peers.address:
+            check_memory(count, num_bytes, "peers")
+            compile_step(config, experiment, work)
         with running(config, "peers", count, store=num_bytes):
             return Driver(config, experiment, work, before, Actors(), own_host()).run()
+
+
+def compile_step(config: Config, experiment: Experiment, work: Workdir) -> None:
+    """Compile a peer's step, which the peers of this machine then find in jax's cache.
+
+    Raises:
+      ConfigError: it takes longer than ``peers.start_s``.
+    """
+    one = peer_run.of_peer(experiment, config, 0, config.num_replicas)
+    clock, state = Clock(), init(one)
+    cost = algorithm.cost(one.config, one.schedule, state, 1)
+    with Programs(one, work, clock, cost, number(0, 0)) as programs:
+        with Feed(one, 0, clock) as feed:
+            batch, _ = feed.next()
+        programs.compile(state, batch, programs.blocks.due(0)[0], shapes_of(batch))
+    took, start_s = clock.spent()["compiling"], config.peers.start_s
+    if took > start_s:
+        wanted = f"must be longer than it takes to compile a step, {took:.3g} s here"
+        raise ConfigError.about("peers.start_s", start_s, wanted)
 
 
 def dry_run(config: Config) -> None:

@@ -1,6 +1,7 @@
 """The parts of a run of peers: its folder, the run of one replica in each peer, its data."""
 
 import contextlib
+import copy
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ def forget(folder: Path, first: int) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    config: Config, workdir: str | Path, rank: int = 0
+    config: Config, workdir: str | Path, rank: int = 0, checked: bool = False
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one replica with the steps, durations and learning rate of the whole run.
 
@@ -148,7 +149,7 @@ def open_run(
     leave_launcher()
     alone = {"num_replicas": 1, "schedule": "one_peer_exp", "mesh.devices": 0}
     alone = config_lib.changed(config, **alone)
-    with open_experiment(alone, workdir, config.num_replicas) as (experiment, work):
+    with open_experiment(alone, workdir, config.num_replicas, checked) as (experiment, work):
         task = experiment.task
         _, model_state = jax.eval_shape(task.init, jax.random.key(0))
         leaves = jax.tree.leaves(model_state)
@@ -173,14 +174,18 @@ def open_run(
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one peer: its data stream, its share of the batch, its folder."""
     config: Config = config_lib.from_values(flat(place.config))
-    with open_run(config, place.folder, place.rank) as (experiment, work):
-        size = config.batch_size // config.num_replicas
-        task = experiment.task
-        task.train_source = Stream(task.train_source, place.rank, place.num_streams, size)
-        own = config_lib.changed(experiment.config, batch_size=size)
-        # A peer makes at most as many steps as all peers together.
-        steps = experiment.steps * config.num_replicas
-        yield experiment._replace(config=own, steps=steps), work
+    with open_run(config, place.folder, place.rank, checked=True) as (experiment, work):
+        yield of_peer(experiment, config, place.rank, place.num_streams), work
+
+
+def of_peer(experiment: Experiment, config: Config, rank: int, num_streams: int) -> Experiment:
+    """The run of one peer, made of that of one replica."""
+    size, task = config.batch_size // config.num_replicas, copy.copy(experiment.task)
+    task.train_source = Stream(task.train_source, rank, num_streams, size)
+    own = config_lib.changed(experiment.config, batch_size=size)
+    # A peer makes at most as many steps as all peers together.
+    steps = experiment.steps * config.num_replicas
+    return experiment._replace(config=own, task=task, steps=steps)
 
 
 class Stream:

@@ -53,7 +53,7 @@ class Experiment(NamedTuple):
 
 @contextlib.contextmanager
 def open_experiment(
-    config: Config, workdir: str | Path, sharing: int = 1
+    config: Config, workdir: str | Path, sharing: int = 1, checked: bool = False
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """Check the config, start jax, open the run directory and build the run.
 
@@ -61,6 +61,7 @@ def open_experiment(
       config: of the run.
       workdir: its directory.
       sharing: number of runs that share ``batch_size``, for peers, each with its own run.
+      checked: another process has checked that the method fits the model.
 
     Raises:
       ConfigError: the config, the data or the run directory cannot be used; nothing has been
@@ -90,7 +91,8 @@ def open_experiment(
             raise ConfigError(other, field="data.path", value=getattr(config.data, "path", ""))
         steps, every, rate = durations(config, task)
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
-        _check_fits_the_model(config, task, tx, rate, placement)
+        if not checked:
+            _check_fits_the_model(config, task, tx, rate, placement)
         check_batch(config, task.train_source, sharing * jax.process_count())
         if config.data.on_device:
             _check_on_device(task.train_source, tx, placement)

@@ -11,6 +11,7 @@ from refusals import refused, refuses
 
 from decent_jax import train
 from decent_jax.actors import ray_cluster
+from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError
 
 
@@ -19,6 +20,7 @@ def test_a_ray_of_our_own_asks_for_a_token_that_no_file_has(monkeypatch, tmp_pat
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     ray_cluster.prepare("")
     assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert dict(os.environ)["RAY_worker_niceness"] == "0"  # as nice as `train.py`, not 15 more
     assert not any(tmp_path.iterdir())
 
 
@@ -48,6 +50,14 @@ def test_the_token_of_a_cluster_is_for_its_owner_only(monkeypatch, tmp_path):
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     token.unlink()
     ray_cluster.prepare("auto")  # Ray says itself what it misses
+
+
+def test_more_actors_than_this_machine_has_memory_for_are_refused(monkeypatch):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 2e9)
+    ray_cluster.check_memory(7, 0, "peers")
+    for count, store in ((9, 0), (7, 10**9)):
+        with refuses(f"{count} peers", "2.00G", error=ConfigError):
+            ray_cluster.check_memory(count, store, "peers")
 
 
 @pytest.mark.parametrize("address", ["host", "host:port", ":1", "127.0.0.1:9", "127.0.0.1:99999"])

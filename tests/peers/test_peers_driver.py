@@ -1,6 +1,7 @@
 """What `train.py` does with peers that leave, die or give no answer; nothing runs on Ray."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import noise_task
 import numpy as np
 import pytest
 from local_actors import LocalActor, LocalActors, Pending
+from refusals import refused
 from test_peers_joining import REPORT
 from test_peers_law import PACES, SIZE, config_of, noise  # noqa: F401 (a fixture)
 
@@ -18,11 +20,14 @@ from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.run_folder import load_run
 from decent_jax.peers import Peers, peer_run
 from decent_jax.peers.__main__ import main
-from decent_jax.peers.driver import Driver, message_bytes
+from decent_jax.peers.driver import Driver, compile_step, message_bytes
 from decent_jax.peers.membership import Membership, MembershipClient
 from decent_jax.peers.peer import Peer
+from decent_jax.peers.step_boundary import number
 from decent_jax.peers.supervisor import Supervisor
-from decent_jax.train.config import parse
+from decent_jax.train.config import changed, parse
+from decent_jax.train.step import make_step
+from decent_jax.train.synchronous import init
 
 STEPS, NOWHERE = 100, ("127.0.0.1", 9)
 
@@ -366,6 +371,26 @@ def test_peers_are_evaluated_on_their_way(tmp_path, programs):
         driver.run()
     assert programs.count("jit(mean)") == 1
     assert [row["step"] for row in load_run(tmp_path).rows if "eval/loss" in row] == [5, 8]
+
+
+def test_peers_compile_the_program_that_train_py_has_compiled(tmp_path):
+    """So that all but one find it in jax's cache; not where the first would be too late."""
+    config = parse(config_of())
+
+    def lowered(one):
+        step = make_step(one.config, one.task, one.tx, one.rate, one.schedule, one.placement)
+        batch = one.placement.put(np.zeros((1, 2, SIZE), np.float32))
+        return step.lower(init(one), batch, number(0, 0), round=0).as_text()
+
+    with peer_run.open_run(config, tmp_path) as (experiment, work):
+        whole = lowered(peer_run.of_peer(experiment, config, 0, 4))
+        compile_step(config, experiment, work)
+        late = changed(config, **{"peers.start_s": 1e-9})
+        with refused("peers.start_s", 1e-9):
+            compile_step(late, experiment, work)
+    place = peer_run.Place(dataclasses.asdict(config), str(tmp_path), 3, 1, 5, 4)
+    with peer_run.open_peer(place) as (experiment, _):
+        assert lowered(experiment) == whole
 
 
 @pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])
