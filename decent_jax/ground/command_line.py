@@ -132,7 +132,6 @@ def output_file(text: str, endings: Sequence[str] = ()) -> Path:
     return path
 
 
-json_file = functools.partial(output_file, endings=(".json",))
 picture_file = functools.partial(output_file, endings=(".png", ".pdf", ".svg"))
 
 MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON files

@@ -13,7 +13,6 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.models import decoders, gpt2, pieces
 from decent_jax.pipelines import Config
 from decent_jax.plan import orders
-from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm
@@ -79,15 +78,13 @@ class Part(NamedTuple):
         return None if loaded is None else self.of_whole(loaded)
 
 
-def layers_of(config: Config, model: gpt2.GPT2Config, plan: Plan | None = None) -> list[int]:
-    """The number of layers of each stage: from the config, else from the plan, if any.
+def layers_of(config: Config, model: gpt2.GPT2Config) -> list[int]:
+    """The number of layers of each stage: from the config, else balanced.
 
-    Otherwise the stages are balanced; the output layer counts by its parameters relative to those
-    of a block.
+    The output layer counts by its parameters relative to those of a block.
     """
-    named = config.pipeline.layers or ",".join(map(str, plan.layers or () if plan else ()))
-    last_costs = model.vocab_size * model.width / (12 * model.width**2)
-    return orders.layers_of(named, model.layers, config.pipeline.stages, last_costs)
+    own, last_costs = config.pipeline, model.vocab_size * model.width / (12 * model.width**2)
+    return orders.layers_of(own.layers, model.layers, own.stages, last_costs)
 
 
 def method(

@@ -77,7 +77,7 @@ def open_run(
         config = config_lib.config_of_plan(config, plan)
     with open_workdir(workdir, config) as work:
         task = _task(config, work.path, work.announce)
-        counts = parts.layers_of(config, task.config, plan)
+        counts = parts.layers_of(config, task.config)
         steps, every, rate = experiment.durations(config, task)
         placement = replicas.place(1, jax.local_devices()[:1])
         tx = parts.method(config, schedule, rate, placement)

@@ -6,8 +6,6 @@
 [3, 3, 4, 2]
 """
 
-from collections.abc import Sequence
-
 from decent_jax.ground.errors import ConfigError
 
 ORDERS = ("1f1b", "gpipe")
@@ -37,16 +35,13 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
     return actions
 
 
-def divide(
-    layers: int, stages: int, last_costs: float = 0.0, speeds: Sequence[float] | None = None
-) -> list[int]:
+def divide(layers: int, stages: int, last_costs: float = 0.0) -> list[int]:
     """Layers per stage, at least one each, that minimize the time of the slowest stage.
 
     Args:
       layers: of the model, all with equal cost.
       stages: S.
       last_costs: cost of the output layer in the last stage, in layers.
-      speeds: (S,) relative speed of each stage's machine; None: all equal.
 
     Raises:
       ConfigError: fewer layers than stages.
@@ -58,14 +53,13 @@ def divide(
             field="pipeline.stages",
             value=stages,
         )
-    speeds = [1.0] * stages if speeds is None else list(speeds)
     extra = [0.0] * (stages - 1) + [last_costs]
     # best[n]: (time of the slowest, layers per stage) of the stages so far, with n layers in total.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for s in range(stages):
         best = {
             n: min(
-                (max(best[n - new][0], (new + extra[s]) / speeds[s]), [*best[n - new][1], new])
+                (max(best[n - new][0], new + extra[s]), [*best[n - new][1], new])
                 for new in range(1, n + 1)
                 if n - new in best
             )

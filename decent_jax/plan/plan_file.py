@@ -33,7 +33,6 @@ class Plan:
     mix_every: steps from one round to the next.
     expected: predictions by name, for people; no run reads them.
     stages: per replica, each on its own device.
-    layers: per stage; empty: the run balances them.
     """
 
     devices: tuple[str, ...]
@@ -41,19 +40,15 @@ class Plan:
     mix_every: int = 1
     expected: dict = dataclasses.field(default_factory=dict)
     stages: int = 1
-    layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("a device occurs twice in the plan; every replica needs its own")
-        counts = [("stages", self.stages), ("mix_every", self.mix_every)]
-        for name, value in counts + [("layers", count) for count in self.layers]:
+        for name, value in (("stages", self.stages), ("mix_every", self.mix_every)):
             if not is_whole(value, 1):
                 raise ValueError(
                     f"{name} must be a whole number from 1 to 2^31 - 1, got {shown(value)}"
                 )
-        if self.layers and len(self.layers) != self.stages:
-            raise ValueError(f"the plan has {self.stages} stages, and layers of {len(self.layers)}")
         if len(self.devices) != self.schedule.num_replicas * self.stages:
             raise ValueError(
                 f"the plan's schedule is for {self.schedule.num_replicas} replicas of "
@@ -97,7 +92,6 @@ class Plan:
                 "mix_every": self.mix_every,
                 "expected": self.expected,
                 "stages": self.stages,
-                "layers": self.layers,
             },
         )
 
@@ -122,7 +116,6 @@ def load(path: str | Path) -> Plan:
             fields["mix_every"],
             fields["expected"],
             stages,
-            tuple(fields["layers"]),
         )
     except OSError as error:
         raise ValueError(f"cannot read the plan {path}: {error.strerror or error}") from None

@@ -10,9 +10,8 @@
 | `predict`, `recommend` | which algorithm and schedule, and when it pays |
 | `gossip_placement` | which replica where |
 | `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |
-| `pipeline_time` | how long a step of pipelines |
 
-`decent_jax.plots.network` draws what they return. NumPy and SciPy only, and of this package
+`decent_jax.plots.gantt` draws steps. NumPy and SciPy only, and of this package
 `decent_jax.topology` and `decent_jax.plan`, which has the file that
 ``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, where
 ``--config`` names a model. An extension: no room below imports it, and it can be deleted with its

@@ -1,6 +1,5 @@
 """Plan a training run before renting the cluster.
 
-    decent-jax planner network     what a network looks like; check or convert a file
     decent-jax planner predict     step time of every algorithm, and what dominates it
     decent-jax planner recommend   which schedule, how often, in which format
     decent-jax planner place       which replica or pipeline stage on which device
@@ -9,7 +8,6 @@ Each says more with --help. None of them needs a GPU or the cluster.
 """
 
 import argparse
-import dataclasses
 import inspect
 import json
 import sys
@@ -22,16 +20,8 @@ from decent_jax import topology
 from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import table
-from decent_jax.plan import orders, plan_file
-from decent_jax.planner import (
-    gossip_placement,
-    options,
-    pipeline_time,
-    placement,
-    predict,
-    recommend,
-    search,
-)
+from decent_jax.plan import plan_file
+from decent_jax.planner import gossip_placement, options, placement, predict, recommend, search
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import AllReduce
 
@@ -55,37 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
             check_replaceable(value, f"--{name}")
     COMMANDS[args.command](args)
     return 0
-
-
-# --- network ------------------------------------------------------------------------------------
-
-
-def _network(args: Options) -> None:
-    """Check and summarize a network.
-
-    decent-jax planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
-        an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
-    decent-jax planner network --network network.json
-        a file: checked (units, missing entries, asymmetry), then summarized
-    decent-jax planner network --network pcie_25gbe --nodes 4 --devices_per_node 2 \\
-        --save cluster.json
-        write it as JSON, to edit by hand or to use as a plan's network
-
-    For a plan that train.py follows, the names in the file must be those of the cluster: HOST/k,
-    the name of a host and the number of the device in it (node0/0 becomes gpu17/0).
-    """
-    whole = options.network_of(args)
-    print(f"{whole.num_devices} devices in {whole.num_nodes} nodes")
-    same_node = whole.node[:, None] == whole.node
-    inside = same_node & ~np.eye(whole.num_devices, dtype=bool)
-    for words, pairs in {"inside a node": inside, "between nodes": ~same_node}.items():
-        if pairs.any():
-            us, gbit = 1e6 * whole.latency_s[pairs], whole.gbit_per_s[pairs]
-            latency = f"latency {us.min():.4g} to {us.max():.4g} us"
-            print(f"{words}: {latency}, bandwidth {gbit.min():.4g} to {gbit.max():.4g} Gbit/s")
-    if args.save:
-        whole.save(args.save)
-        print(args.save)
 
 
 # --- predict ------------------------------------------------------------------------------------
@@ -112,14 +71,13 @@ def _predict(args: Options) -> None:
     rows = predict.compare(machines, workload)
     print(predict.format_table(rows))
     if args.out:
-        from decent_jax.plots import network as pictures  # here: matplotlib takes a while
-        from decent_jax.plots import style
+        from decent_jax.plots import gantt, style  # here: matplotlib takes a while
 
         known = [row.label for row in rows]
         names = [name for name in predict.TIMELINES if name in known]
         runs = predict.timelines(machines, workload, names)
         shown = [int(np.argmax(machines.node == k)) for k in range(min(machines.num_nodes, 8))]
-        print(style.save(pictures.draw_gantt(runs, machines.names, shown), args.out))
+        print(style.save(gantt.draw(runs, machines.names, shown), args.out))
 
 
 # --- recommend ----------------------------------------------------------------------------------
@@ -147,9 +105,8 @@ def _recommend(args: Options) -> None:
     choices = recommend.choices(machines, workload, **tried)
     if args.base:
         choices = [choice for choice in choices if options.accepted(args, choice)]
-    print(recommend.explain(choices), end="\n\n")
     print(recommend.format_table(choices), end="\n\n")
-    print("In the config:")
+    print(f"For {choices[0].prediction.label}, in the config:")
     for name, value in options.fields_of(args, choices[0]).items():
         print(f"    config.{name} = {json.dumps(value)}")
     if not args.plan:
@@ -197,10 +154,6 @@ def _place(args: Options) -> None:
         DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
         --config.trainer=pipelines --config.pipeline.stages=8 --config.num_replicas=8
         --config.cluster.plan=plan.json
-    decent-jax planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \\
-        --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \\
-        --layers 24 --output_layers 2
-        the same, with machines exchanged until a step is shortest, and what it takes then
 
     disagreement is the age of the drift between replicas that mixing leaves: less is better.
     """
@@ -237,83 +190,25 @@ def _place_stages(args: Options, machines: Network) -> None:
     for name in ("replicas", "pipeline_bytes"):
         if getattr(args, name) is None:
             raise ConfigError(f"--stages also needs --{name}", field=f"--{name}")
-    if args.micro_batches and not args.compute_s:
-        raise ConfigError("--micro_batches also needs --compute_s S", field="--compute_s")
     schedule = topology.make(args.schedule, args.replicas)
     parameter_bytes = 4 * args.parameters / args.stages
     job = placement.Job(args.stages, args.replicas, parameter_bytes, args.pipeline_bytes)
-    speeds = options.speeds_of(args.speeds, machines.num_devices)
-    if args.layers:
-        orders.divide(args.layers, args.stages)  # refuses too few before the search
     placed = search.place(machines, job, **options.search_of(args))
     print(
         f"{placed.costs.total_s:.4f} s per step: data-parallel {placed.costs.data_parallel_s:.4f}, "
         f"pipeline 2 x {placed.costs.pipeline_s:.4f}"
         + (" (proved optimal)" if placed.is_optimal else "")
-        + f"; at least {placed.lower_bound.total_s:.4f}; {placed.num_candidates} candidates in "
-        f"{placed.seconds:.1f} s"
+        + f"; at least {placed.lower_bound.total_s:.4f}"
     )
-    step = None
-    if args.micro_batches:
-        step = pipeline_time.StepTime(machines, job, schedule, args.micro_batches)
-        stages = _exchanged(args, placed.stages, speeds, step)
-        costs = placement.evaluate(machines, job, stages)
-        placed = dataclasses.replace(placed, stages=stages, costs=costs)
     for stage, devices in enumerate(placed.stages):
         print(f"stage {stage}: {' '.join(machines.names[device] for device in devices)}")
-    layers = _layers(args, speeds[placed.stages])
-    if layers:
-        print(f"layers of the stages: {','.join(map(str, layers))}")
-    if step:
-        forward_s = _forward_s(args, speeds[placed.stages])
-        rows = []
-        for order in orders.ORDERS:
-            seconds = (step(placed.stages, forward_s, order, a) for a in pipeline_time.AVERAGING)
-            rows.append((order, *(f"{step_s:.4g}" for step_s in seconds)))
-        headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
-        print("\n" + table(headings, rows))
     if args.plan:
         expected = placed.costs._asdict() | {"total_s": placed.costs.total_s}
-        order, rest = placed.stages.T.reshape(-1), (args.stages, tuple(layers))
-        _write_plan(args.plan, machines, order, schedule, 1, expected, *rest)
+        order = placed.stages.T.reshape(-1)
+        _write_plan(args.plan, machines, order, schedule, 1, expected, args.stages)
 
 
-def _exchanged(
-    args: Options, cheapest: np.ndarray, speeds: np.ndarray, step: pipeline_time.StepTime
-) -> np.ndarray:
-    """The stages after swaps that shorten the predicted step."""
-
-    def seconds_of(stages: np.ndarray) -> float:
-        return step(stages, _forward_s(args, speeds[stages]), args.order, args.averaging)
-
-    stages = pipeline_time.exchanged(
-        cheapest, range(len(speeds)), seconds_of, **options.search_of(args)
-    )
-    before_s, after_s = seconds_of(cheapest), seconds_of(stages)
-    what = f"a step with {args.averaging} in the order {args.order}"
-    if after_s < before_s:
-        print(f"exchanged until {what} takes {after_s:.4g} s instead of {before_s:.4g}")
-    return stages
-
-
-def _layers(args: Options, speeds: np.ndarray) -> list[int]:
-    """Layers per stage, by the slowest of its devices; empty if not requested."""
-    if not args.layers:
-        return []
-    slowest = speeds.min(axis=1).tolist()
-    return orders.divide(args.layers, args.stages, args.output_layers, slowest)
-
-
-def _forward_s(args: Options, speeds: np.ndarray) -> np.ndarray:
-    """(S, D) seconds of a micro-batch's forward pass, on stages of these speeds."""
-    layers = _layers(args, speeds)
-    costs = np.array(layers or [1.0] * args.stages, float)
-    costs[-1] += args.output_layers if layers else 0.0
-    shares = options.FORWARD * args.compute_s / args.micro_batches * costs / costs.sum()
-    return shares[:, None] / speeds
-
-
-COMMANDS = {"network": _network, "predict": _predict, "recommend": _recommend, "place": _place}
+COMMANDS = {"predict": _predict, "recommend": _recommend, "place": _place}
 
 
 if __name__ == "__main__":

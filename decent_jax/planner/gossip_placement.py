@@ -33,11 +33,8 @@ from tqdm import tqdm
 from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
-from decent_jax.topology.rounds import assembled
 
-# Devices whose orders are all compared: 40,320 of permutations at once; one by one the 720 of a
-# schedule with means of groups, which take a millisecond each.
-_FEW, _FEW_IN_GROUPS = 8, 6
+_FEW = 6  # devices whose 720 orders are all compared, in a millisecond each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,30 +54,6 @@ class PlacedSchedule:
     @property
     def mean_round_s(self) -> float:
         return sum(self.round_s) / len(self.round_s)
-
-    @property
-    def titles(self) -> tuple[str, str]:
-        """Titles of the pictures of the transfers and of the rounds."""
-        group_size = self.schedule.rounds[0].group_size
-        groups = f" (groups of {group_size} average first)" if group_size > 1 else ""
-        return (
-            f"Who receives from whom: {self.schedule.name}{groups}",
-            f"{self.mean_round_s:.3g} s per round, disagreement {self.disagreement_s:.3g} s",
-        )
-
-    @property
-    def transfers(self) -> list[np.ndarray]:
-        """Per round, (k, 2) devices: receiver, sender."""
-        return [
-            np.concatenate(
-                [
-                    np.stack([self.order, self.order[send.sources]], 1)[send.sources >= 0]
-                    for send in rnd.sends
-                ]
-                or [np.zeros((0, 2), int)]
-            )
-            for rnd in self.schedule.rounds
-        ]
 
 
 def evaluate(
@@ -168,10 +141,10 @@ def place_schedule(
 ) -> PlacedSchedule:
     """The schedule with the order of replicas of the shortest period that the search finds.
 
-    Of up to 8 devices (or groups of them) that is the best of all orders; of up to 6 where rounds
-    average in groups. Of more, simulated annealing (Kirkpatrick et al. 1983) from the best of
-    several regular orders, by exchanging two replicas or two evenly spaced rows of replicas. If the
-    network's own order leaves less disagreement than the one found, the result has the network's.
+    Of up to 6 devices that is the best of all orders. Of more, simulated annealing (Kirkpatrick et
+    al. 1983) from the best of several regular orders, by exchanging two replicas or two evenly
+    spaced rows of replicas. If the network's own order leaves less disagreement than the one found,
+    the result has the network's.
 
     Args:
       steps: exchanges to try at most; then, unless the time is up first, a seed has one result.
@@ -185,19 +158,6 @@ def place_schedule(
         return listed
     rng = np.random.default_rng(seed)
     starts = [np.arange(network.num_devices), *_regular_orders(network, num_bytes)]
-    between = _between_groups(schedule)
-    if between is not None:
-        # First whole groups, on a network whose devices are groups: many more orders per second.
-        group_size = schedule.num_replicas // between.num_replicas
-        order, group_s = _grouped_order(network, group_size, num_bytes)
-        seconds = _group_link_s(network.take(order), group_size, num_bytes)
-        groups = order.reshape(-1, group_size)
-        hidden_s = max(0.0, compute_s - group_s)
-        time_limit_s, steps = time_limit_s / 2, None if steps is None else steps // 2
-        cost = _Permutes(_network_of(seconds), between, 0.0, hidden_s)
-        first = [np.arange(len(groups))]
-        with clock(time_limit_s, steps, "placing groups", progress) as parts:
-            starts.append(groups[_best_order(first, cost, rng, parts)].ravel())
     wanted = schedule, num_bytes, compute_s
     cost = (
         _Permutes(network, *wanted)
@@ -205,23 +165,12 @@ def place_schedule(
         else lambda order: sum(_evaluate_rounds(network.take(order), *wanted))
     )
     with clock(time_limit_s, steps, "placing replicas", progress) as parts:
-        best = _best_order(starts, cost, rng, parts)
+        if network.num_devices <= _FEW:
+            best = min(map(np.array, itertools.permutations(starts[0])), key=cost)
+        else:
+            best = anneal(starts, cost, rng, parts)
     placed = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
     return min(placed, listed, key=lambda result: result.disagreement_s)
-
-
-def _best_order(
-    starts: Sequence[np.ndarray],
-    cost: Callable[[np.ndarray], float],
-    rng: np.random.Generator,
-    parts: Iterable[float],
-) -> np.ndarray:
-    """The best of all orders if they are few, else of `anneal`."""
-    n, at_once = len(starts[0]), isinstance(cost, _Permutes)
-    if n > (_FEW if at_once else _FEW_IN_GROUPS):
-        return anneal(starts, cost, rng, parts)
-    orders = np.array([*starts, *itertools.permutations(range(n))])
-    return orders[np.argmin(cost.period_s(orders) if at_once else list(map(cost, orders)))]
 
 
 def anneal(
@@ -291,31 +240,20 @@ class _Permutes:
         self.first_of_round = np.flatnonzero(np.diff(round_of_send, prepend=-1))
 
     def __call__(self, order: np.ndarray) -> float:
-        seconds = self._transfers_s(order[None])
-        rounds = self._rounds_s(seconds)
-        return float(rounds.sum() + 0.01 * rounds.size * seconds.mean())
-
-    def period_s(self, orders: np.ndarray) -> np.ndarray:
-        """(m,) seconds of a period for each of the orders (m, n), without the constant part."""
-        return self._rounds_s(self._transfers_s(orders)).sum(axis=1)
-
-    def _transfers_s(self, orders: np.ndarray) -> np.ndarray:
         network, nodes = self.network, self.network.num_nodes
-        source, target = orders[:, self.source], orders[:, self.target]
+        source, target = order[self.source], order[self.target]
         rate = network.bandwidth_bytes_per_s[source, target]
         out, into = network.node[source], network.node[target]
         leaves = out != into
-        send = self.send + len(self.first) * np.arange(len(orders))[:, None]
         for node in (out, into):
-            key = send * nodes + node
-            users = np.bincount(key[leaves], minlength=nodes * len(self.first) * len(orders))
+            key = self.send * nodes + node
+            users = np.bincount(key[leaves], minlength=nodes * len(self.first))
             share = network.nic_bytes_per_s[node] / np.maximum(users[key], 1)
             rate = np.where(leaves, np.minimum(rate, share), rate)
-        return network.latency_s[source, target] + self.num_bytes / rate
-
-    def _rounds_s(self, seconds: np.ndarray) -> np.ndarray:
-        slowest = np.maximum.reduceat(seconds, self.first, axis=1)
-        return np.maximum(np.add.reduceat(slowest, self.first_of_round, axis=1), self.compute_s)
+        seconds = network.latency_s[source, target] + self.num_bytes / rate
+        slowest = np.maximum.reduceat(seconds, self.first)
+        rounds = np.maximum(np.add.reduceat(slowest, self.first_of_round), self.compute_s)
+        return float(rounds.sum() + 0.01 * len(rounds) * seconds.mean())
 
 
 def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -340,61 +278,6 @@ def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
         clusters = np.array(near_clusters(seconds, size, first=0))
         orders += [clusters.ravel(), clusters.T.ravel()]
     return orders
-
-
-def _between_groups(schedule: Schedule) -> Schedule | None:
-    """The schedule between groups, if groups of equal size exchange as a whole."""
-    group_size, n = schedule.rounds[0].group_size, schedule.num_replicas
-    if group_size == 1 or any(rnd.group_size != group_size for rnd in schedule.rounds):
-        return None
-    nothing = assembled(1, np.ones(n // group_size), [])
-    between = [rnd.between_groups if rnd.sends else nothing for rnd in schedule.rounds]
-    rounds = tuple(rnd for rnd in between if rnd is not None)
-    if len(rounds) < len(between) or all(rnd is nothing for rnd in rounds):
-        return None
-    return Schedule(schedule.name, n // group_size, rounds)
-
-
-def _grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:
-    """An order such that groups of consecutive devices are close to each other.
-
-    Returns:
-      (n,) the order, and the seconds of a reduce-scatter and an all-gather in all groups.
-    """
-    n = network.num_devices
-    if group_size == 1:
-        return np.arange(n), 0.0
-
-    def group_s(order: np.ndarray) -> float:
-        groups = np.arange(n).reshape(-1, group_size)
-        stage = costs.ring_phase(network.take(order), list(groups), num_bytes, laps=1)
-        return 2 * costs.total_s([stage])
-
-    seconds = costs.link_s(network, num_bytes / group_size)
-    firsts = range(0, n, max(1, n // 16))
-    orders = [np.concatenate(near_clusters(seconds, group_size, first)) for first in firsts]
-    order = min([np.arange(n), *orders], key=group_s)
-    return order, group_s(order)
-
-
-def _group_link_s(network: Network, group_size: int, num_bytes: float) -> np.ndarray:
-    """(m, m) seconds in which member k of a group sends its shard to member k of another.
-
-    The slowest k counts; 0 on the diagonal.
-    """
-    m, member = network.num_devices // group_size, np.arange(group_size)
-    shard_s = costs.link_s(network, num_bytes / group_size).reshape(m, group_size, m, group_size)
-    seconds = shard_s[:, member, :, member].max(axis=0)
-    np.fill_diagonal(seconds, 0.0)
-    return seconds
-
-
-def _network_of(seconds: np.ndarray) -> Network:
-    """A network on which every transfer takes these seconds, whatever its size."""
-    m = len(seconds)
-    unlimited = np.full((m, m), np.inf)
-    names = tuple(map(str, range(m)))
-    return Network(seconds, unlimited, np.arange(m), unlimited[0], names)
 
 
 def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]:

@@ -66,11 +66,6 @@ class Network:
     def num_nodes(self) -> int:
         return len(self.nic_bytes_per_s)
 
-    @property
-    def gbit_per_s(self) -> np.ndarray:
-        """(n, n) bandwidths in the unit for display."""
-        return self.bandwidth_bytes_per_s / BYTES_PER_GBIT
-
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
         """Seconds of a transfer between two devices, alone on the network."""
         return float(

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from decent_jax.ground import command_line
-from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown, split_outside_brackets
-from decent_jax.ground.json_files import flat, is_real, read_json
+from decent_jax.ground.json_files import flat, is_real
 from decent_jax.ground.run_folder import read_metrics
-from decent_jax.plan.orders import ORDERS
 from decent_jax.planner import network
 from decent_jax.planner.network import Network
-from decent_jax.planner.pipeline_time import AVERAGING
 from decent_jax.planner.recommend import Choice, config_fields
 from decent_jax.planner.runtime import CODECS, CONSTANT, AllReduce, LogNormal, Workload, fit
 from decent_jax.topology import NAMES
@@ -94,10 +92,6 @@ SEARCH = (
 SCHEDULES = ", ".join(NAMES)
 STAGES = "pipeline stages in data-parallel groups (DT-FM)"  # a group of flags of place
 FLAGS: dict[str, tuple[Flag, ...]] = {
-    "network": (
-        *NETWORK,
-        ("save", "FILE.json", command_line.json_file, None, "write the network as JSON"),
-    ),
     "predict": (
         *NETWORK,
         *WORKLOAD,
@@ -122,18 +116,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         *SEARCH,
         ("parameters", "P", PARAMETERS, MUST, "number of parameters of the model"),
         ("schedule", "NAME", str, "one_peer_exp", f"one of {SCHEDULES}"),
-        ("compute_s", "S", number(0, LONGEST_S), 0.0, "of a replica's, or pipeline's, batch"),
+        ("compute_s", "S", number(0, LONGEST_S), 0.0, "of a replica's batch"),
     ),
     STAGES: (
         ("stages", "K", COUNT, None, "pipeline stages"),
         ("replicas", "R", COUNT, None, "pipelines; they take K x R devices"),
         ("pipeline_bytes", "B", number(0, 1e15), None, "bytes per step to the next stage"),
-        ("micro_batches", "M", COUNT, None, "of a pipeline: also predict and shorten the step"),
-        ("averaging", "A", one_of(*AVERAGING[1:]), "gossip", f"{' or '.join(AVERAGING[1:])}"),
-        ("order", "O", one_of(*ORDERS), "1f1b", f"of micro-batches: {' or '.join(ORDERS)}"),
-        ("layers", "L", COUNT, None, "of the model: also say how many each stage gets"),
-        ("output_layers", "X", number(0, 1e4), 0.0, "cost of the output layer, in layers"),
-        ("speeds", "FILE.json", str, None, "list of relative speeds, one per device"),
     ),
 }
 
@@ -303,22 +291,6 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
         why = f"must divide the config's {num_replicas} replicas"
         raise ConfigError.about("--devices_per_node", size, why)
     return num_replicas // size
-
-
-def speeds_of(path: str | None, num_devices: int) -> np.ndarray:
-    """(n,) relative speeds of the devices, from a JSON file; ones without a file.
-
-    Raises:
-      DataError: the file is not a list of as many numbers.
-    """
-    if not path:
-        return np.ones(num_devices)
-    numbers = read_json(path)
-    good = isinstance(numbers, list) and all(is_real(x, 1e-3, 1e3) for x in numbers)
-    if not good or len(numbers) != num_devices:
-        wanted = f"{num_devices} relative speeds from 0.001 to 1000, one for each device"
-        raise DataError(f"{path} must be a list of {wanted}")
-    return np.array(numbers, float)
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -73,14 +73,6 @@ class Costs(NamedTuple):
     def total_s(self) -> float:
         return self.data_parallel_s + 2 * self.pipeline_s
 
-    @property
-    def title(self) -> str:
-        """Title of a picture of stages with these costs."""
-        return (
-            f"{self.total_s:.2f} s per step: {self.data_parallel_s:.2f} s averaging, "
-            f"2 x {self.pipeline_s:.2f} s passing on"
-        )
-
 
 def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
     """The cost of given pipelines.

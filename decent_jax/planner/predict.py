@@ -38,7 +38,6 @@ class Prediction:
     """
 
     label: str
-    num_nodes: int
     num_replicas: int
     step_s: float
     compute_s: float
@@ -89,7 +88,6 @@ def predict(
         steady = min(total, step_s(network, constant, algorithm))
     return Prediction(
         label or algorithm.name,
-        network.num_nodes,
         network.num_devices,
         total,
         compute,
@@ -154,7 +152,7 @@ def available(network: Network) -> list[str]:
 def timelines(
     network: Network, workload: Workload, names: Sequence[str], steps: int = 3
 ) -> dict[str, tuple[tuple[simulator.Event, ...], np.ndarray]]:
-    """By title, some steps of each algorithm for `decent_jax.plots.network.draw_gantt`.
+    """By title, some steps of each algorithm for `decent_jax.plots.gantt.draw`.
 
     See `algorithm_of`.
     """
@@ -168,14 +166,13 @@ def timelines(
 
 
 def format_table(rows: Sequence[Prediction]) -> str:
-    """A Markdown table in milliseconds; speed-up over all-reduce on equally many replicas."""
-    base = {row.num_replicas: row.step_s for row in rows if row.label == "all_reduce"}
-    headings = ("nodes", "replicas", "algorithm", "step ms", "compute", "exposed communication")
+    """A Markdown table in milliseconds; speed-up over all-reduce."""
+    base = next((row.step_s for row in rows if row.label == "all_reduce"), None)
+    headings = ("algorithm", "step ms", "compute", "exposed communication", "stragglers")
     cells = []
     for row in rows:
-        speed_up = f"{base[row.num_replicas] / row.step_s:.2f}x" if base else ""
+        speed_up = f"{base / row.step_s:.2f}x" if base else ""
         parts = (row.step_s, row.compute_s, row.exposed_s, row.waiting_s)
         milliseconds = [f"{1e3 * seconds:.1f}" for seconds in parts]
-        sizes = (row.num_nodes, row.num_replicas, row.label)
-        cells.append((*sizes, *milliseconds, row.dominant, speed_up))
-    return table((*headings, "stragglers", "dominant", "speed-up"), cells)
+        cells.append((row.label, *milliseconds, row.dominant, speed_up))
+    return table((*headings, "dominant", "speed-up"), cells)

@@ -125,35 +125,8 @@ def _label(algorithm: Gossip) -> str:
     return ", ".join(parts)
 
 
-def explain(choices: Sequence[Choice]) -> str:
-    """Sentences about the first choice, all-reduce and the runner-up, with their numbers."""
-    best, reduced = choices[0], next(filter(_is_all_reduce, choices))
-    sentences = [f"Take {best.prediction.label}: {_step(best)}"]
-    if best is not reduced:
-        more = reduced.prediction.step_s / best.prediction.step_s
-        sentences.append(f"A step of all_reduce takes {more:.2f} times as long: {_step(reduced)}")
-    others = [choice for choice in choices[1:] if not _is_all_reduce(choice)]
-    sentences += [f"The next best is {x.prediction.label}: {_step(x)}" for x in others[:1]]
-    sentences.append("These are times of steps; docs/results.md has measured losses.")
-    return "\n".join(sentences)
-
-
-def _step(choice: Choice) -> str:
-    row = choice.prediction
-    parts = [f"{_ms(row.compute_s)} compute"]
-    if row.exposed_s > 0.005 * row.step_s:
-        parts.append(f"{_ms(row.exposed_s)} communication that nothing hides")
-    if row.waiting_s > 0.005 * row.step_s:
-        parts.append(f"{_ms(row.waiting_s)} waiting for others")
-    return f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
-
-
 def _is_all_reduce(choice: Choice) -> bool:
     return isinstance(choice.algorithm, AllReduce)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
 
 
 def format_table(choices: Sequence[Choice], most: int = 12) -> str:

@@ -206,15 +206,14 @@ def test_every_size_ends_in_the_time_of_the_bubble(name):
             assert most[s] == bound, (stages, micro_batches, s)
 
 
-@pytest.mark.parametrize(("last_costs", "speeds"), [(0, None), (1.5, None), (2, [1, 0.5, 2])])
-def test_layers_are_divided_as_well_as_can_be(last_costs, speeds):
+@pytest.mark.parametrize("last_costs", [0, 1.5, 2])
+def test_layers_are_divided_as_well_as_can_be(last_costs):
     def slowest(counts):
-        costs = [*counts[:-1], counts[-1] + last_costs]
-        return max(c / v for c, v in zip(costs, speeds or [1] * len(counts), strict=True))
+        return max(*counts[:-1], counts[-1] + last_costs)
 
     for layers in range(3, 12):
         every = [c for c in itertools.product(range(1, layers), repeat=3) if sum(c) == layers]
-        got = orders.divide(layers, 3, last_costs, speeds)
+        got = orders.divide(layers, 3, last_costs)
         assert sum(got) == layers and slowest(got) == min(map(slowest, every))
 
 

@@ -120,7 +120,7 @@ def test_layers_that_the_model_has_not_got_are_refused(stages, layers, tiny_data
 
 
 def test_a_plan_puts_workers_on_its_machines_and_is_refused_elsewhere():
-    plan = Plan(("x/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
+    plan = Plan(("x/0", "b/0"), topology.make("one_peer_exp", 1), stages=2)
     named, by_host = Node("aa", ("a", "x")), Node("bb", ("b",))
     assert nodes_of(plan, [by_host, named], 2) == [named, by_host]
     assert nodes_of(None, [by_host, named], 2) == [None, None]
@@ -337,13 +337,11 @@ def test_links_are_measured_or_a_node_that_starts_no_process_is_given_up(kind, t
         links.measured(config, LocalActors(nodes=[Node("aa", ("a",))]), 1000, 1)
 
 
-def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):
+def test_stages_are_balanced_unless_the_config_names_their_layers(tiny_data):
     config = config_of(tiny_data, 2, model={"layers": 4})
     model = SimpleNamespace(layers=4, vocab_size=256, width=16)
-    plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
-    assert part.layers_of(config, model, plan) == [1, 3]
     assert part.layers_of(config, model) == [3, 1]  # the output layer is 256 / (12 * 16)
     sizes = [SimpleNamespace(layers=8, vocab_size=192 * k, width=16) for k in range(8)]  # of k
     assert [part.layers_of(config, one)[1] for one in sizes] == [4, 4, 3, 3, 2, 2, 1, 1]
     config.pipeline.layers = "2,2"
-    assert part.layers_of(config, model, plan) == [2, 2]
+    assert part.layers_of(config, model) == [2, 2]

