@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datafiles import DATA, gpt2_files
+from datafiles import DATA, gpt2_json
 from refusals import refuses
 
 from decent_jax.commands.prepare import main
@@ -150,12 +150,9 @@ def test_every_kind_of_strings_of_parquet(kind, tmp_path):
 
 def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
     posts = DATA / "web_text/posts.jsonl"
-    (tmp_path / "bpe").mkdir()
-    bpe = gpt2_files(tmp_path / "bpe")
-    out = tmp_path / "out"
-    prepare([posts], out, tokenizer_path=bpe, val_fraction=0.3)
-    for file in bpe.iterdir():
-        file.unlink()
+    out, file = tmp_path / "out", gpt2_json(tmp_path)
+    prepare([posts], out, str(file), val_fraction=0.3)
+    file.unlink()
     wanted = [json.loads(line)["text"] for line in posts.read_text("utf-8").splitlines()]
     assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted(wanted)
     ids = np.fromfile(out / "val.bin", "<u2")
@@ -295,7 +292,7 @@ def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
         ({"workers": 0}, ("workers", 0)),
         ({"val_inputs": "a.jsonl"}, ("a.jsonl",)),
         ({"tokenizer": "bpe"}, ("bpe",)),
-        ({"tokenizer": "gpt2", "tokenizer_path": "."}, ("encoder.json",)),
+        ({"tokenizer": "none/tokenizer.json"}, ("none/tokenizer.json",)),
         ({"val_fraction": 1e-9}, ("val_fraction 1e-09", "40 documents")),
         ({"val_fraction": 1 - 1e-9}, ("train split", "val_fraction 1")),
     ],

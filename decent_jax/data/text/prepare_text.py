@@ -52,8 +52,8 @@ def prepare(
       inputs: files and folders.
       out: the folder to make.
       tokenizer: `"gpt2"`, `"bytes"`, `"chars"`, or the path of a tokenizer.json of Hugging Face.
-      tokenizer_path: folder with GPT-2's `encoder.json` and `vocab.bpe`; None downloads them. Of
-        `"chars"` a prepared folder, whose characters are used; None takes those of `inputs`.
+      tokenizer_path: of `"chars"` a prepared folder, whose characters are used; None takes those of
+        `inputs`.
       end_of_text: the token of a tokenizer.json that ends a document, where it is not plain.
       val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
         file, which is one document, its last part.
@@ -203,7 +203,7 @@ Reads .txt (a file is a document), .jsonl or .ndjson (a line is a document), bot
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:
   decent-jax prepare text --input corpus/ --out data/corpus \\
-      --tokenizer gpt2 --tokenizer_path gpt2_bpe/ --val_fraction 0.01
+      --tokenizer gpt2 --val_fraction 0.01
 
 OUT appears when it is whole. After a kill, start the same command again.
 """
@@ -212,10 +212,10 @@ OUT appears when it is whole. After a kill, start the same command again.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only text has."""
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    kinds = "gpt2, bytes (of UTF-8), chars, or FILE.json: a tokenizer.json of Hugging Face"
+    kinds = "gpt2 (downloaded), bytes (of UTF-8), chars, or FILE.json: a tokenizer.json of "
+    kinds += "Hugging Face"
     add("--tokenizer", required=True, metavar="NAME", help=kinds)
-    files = "folder with GPT-2's encoder.json and vocab.bpe (default: download them), or with the"
-    files += " chars.json of an earlier OUT (default: the characters of the input)"
+    files = "an earlier OUT, whose chars are used (default: the characters of the input)"
     add("--tokenizer_path", metavar="DIR", help=files)
     end = (
         "the token of FILE.json that ends a document (default: its special one, or the eos_token of"

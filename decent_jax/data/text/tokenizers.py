@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's byte pairs, bytes, characters, or any tokenizer.json.
+"""Text to token ids and back: bytes, characters, or any tokenizer.json, such as GPT-2's.
 
 A prepared folder names its tokenizer in `manifest.json` and contains the tokenizer's files, so
 `from_manifest` can rebuild it on any machine.
@@ -13,7 +13,6 @@ array([110,  97, 195, 175, 118, 101], dtype=uint16)
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,19 +35,7 @@ from decent_jax.ground.json_files import read_bytes, read_json
 
 NAMES = ("gpt2", "bytes", "chars")
 CHARS_FILE = "chars.json"
-GPT2_FILES = ("encoder.json", "vocab.bpe")
-
-_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_GPT2_SHA256 = {  # of the published files
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
-# tiktoken's form of the pattern of the original release: equivalent, and faster
-_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# tiktoken overflows its stack on some hundred thousand white characters in a row, so runs are cut
-# after this many; the last one belongs to the word that follows.
-_LONG_WHITE = re.compile(r"\s{65536}(?=\s\s)")
-
+GPT2 = "openai-community/gpt2"  # on the hub of Hugging Face
 LARGEST_VOCABULARY = 2**24  # vocabulary, as of `model.vocab_size`
 
 
@@ -56,7 +43,7 @@ class Tokenizer:
     """The interface of all tokenizers.
 
     Attributes:
-      name: `"gpt2"`, `"bytes"`, `"chars"` or `"tokenizer.json"`.
+      name: `"bytes"`, `"chars"` or `"tokenizer.json"`.
       vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
       unknown: the id for text outside the vocabulary, -1 if there is none.
@@ -158,53 +145,6 @@ class CharTokenizer(Tokenizer):
         return "".join(self._text_of[checked_ids(ids, self.vocab_size)])
 
 
-class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte pair encoding, run by tiktoken.
-
-    The literal text `<|endoftext|>` is encoded as ordinary text, never as the separator.
-
-    Args:
-      files: the contents of `encoder.json` and `vocab.bpe`, as OpenAI published them.
-    """
-
-    name, vocab_size, end_of_text = "gpt2", 50257, 50256
-
-    def __init__(self, files: dict[str, bytes]):
-        extras.need("text", "tiktoken")
-        import tiktoken
-
-        self.files = files
-        for name, data in files.items():
-            if hashlib.sha256(data).hexdigest() != _GPT2_SHA256[name]:
-                raise DataError(f"{name}: is damaged, or not the one that OpenAI published")
-        self._encoding = tiktoken.Encoding(
-            "gpt2",
-            explicit_n_vocab=self.vocab_size,
-            pat_str=_GPT2_PATTERN,
-            mergeable_ranks=_mergeable_ranks(files["encoder.json"]),
-            special_tokens={"<|endoftext|>": self.end_of_text},
-        )
-
-    def __reduce__(self):
-        return GPT2Tokenizer, (self.files,)
-
-    def hf_files(self) -> dict[str, bytes]:
-        about = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
-        return {
-            "vocab.json": self.files["encoder.json"],
-            "merges.txt": self.files["vocab.bpe"],
-            "tokenizer_config.json": json.dumps(about).encode(),
-        }
-
-    def encode(self, text: str) -> np.ndarray:
-        encode_ordinary = self._encoding.encode_ordinary
-        pieces = [encode_ordinary(piece) for piece in _pieces(valid_unicode(text))]
-        return np.concatenate([np.array(piece, np.uint16) for piece in pieces])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode(checked_ids(ids, self.vocab_size).tolist(), errors="replace")
-
-
 class HFTokenizer(Tokenizer):
     """Any tokenizer of the library `tokenizers`, modified so that no text encodes to its end token.
 
@@ -286,16 +226,14 @@ def load(
     """The tokenizer named `name`.
 
     Args:
-      name: `"bytes"`, `"chars"`, `"gpt2"`, or the path of a tokenizer.json of Hugging Face.
-      path: for `"gpt2"` a folder with `encoder.json` and `vocab.bpe`; None downloads them from
-        OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set). For `"chars"`
-        a folder with `chars.json`. For a tokenizer.json the folder that holds it, if it is not part
-        of ``name``.
+      name: `"bytes"`, `"chars"`, `"gpt2"`, which is downloaded once, or the path of a
+        tokenizer.json of Hugging Face.
+      path: for `"chars"` a folder with `chars.json`; for a tokenizer.json the folder that holds
+        it, if it is not part of ``name``.
       end_of_text: the token of a tokenizer.json that ends a document, or its id.
 
     Raises:
-      DataError: an unknown name, a folder without the two files or with damaged ones, or a
-        download that fails.
+      DataError: an unknown name, a missing or damaged file, or a download that fails.
     """
     if name in NAMES and end_of_text is not None:
         raise DataError(f"--end_of_text is for a tokenizer.json; {name} has its own end token")
@@ -304,7 +242,7 @@ def load(
     if name == "chars":
         return _load_chars(path)
     if name == "gpt2":
-        return GPT2Tokenizer(_download() if path is None else _read(Path(path)))
+        return HFTokenizer(_download())
     if name.endswith(".json"):
         file = Path(path or "") / name
         try:
@@ -383,14 +321,6 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
-    for match in _LONG_WHITE.finditer(text):
-        yield text[start : match.end()]
-        start = match.end()
-    yield text[start:]
-
-
 def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     """``ids`` as int64; ValueError for one that is outside the vocabulary."""
     ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
@@ -400,37 +330,19 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     return ids
 
 
-def _read(folder: Path) -> dict[str, bytes]:
+def _download() -> bytes:
+    """GPT-2's tokenizer.json, which the library keeps in its cache."""
+    extras.need("text", "tokenizers")
+    import tokenizers
+
+    made: Any = tokenizers.Tokenizer  # which has no types
     try:
-        return {name: read_bytes(folder / name) for name in GPT2_FILES}
-    except OSError as error:
+        return made.from_pretrained(GPT2).to_str().encode()
+    except Exception as error:  # the hub's, the proxy's, the disk's
         raise DataError(
-            f"{error.filename}: cannot be read ({error.strerror}); the gpt2 tokenizer needs"
-            " encoder.json and vocab.bpe"
+            f"the gpt2 tokenizer cannot be downloaded ({type(error).__name__}); fetch the"
+            f" tokenizer.json of {GPT2}, and pass --tokenizer FILE.json"
         ) from None
-
-
-def _download() -> dict[str, bytes]:
-    extras.need("text", "tiktoken")
-    from tiktoken.load import read_file_cached
-
-    try:
-        return {name: read_file_cached(_GPT2_URL + name, _GPT2_SHA256[name]) for name in GPT2_FILES}
-    except Exception as error:  # requests', the proxy's, the disk's or tiktoken's own
-        raise DataError(
-            f"the gpt2 tokenizer cannot be downloaded ({type(error).__name__}); pass"
-            " --tokenizer_path DIR with a folder that holds encoder.json and vocab.bpe"
-        ) from None
-
-
-def _mergeable_ranks(encoder: bytes) -> dict[bytes, int]:
-    """Token bytes -> rank. tiktoken's own reader would keep stale copies of local files."""
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    rest = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
-    tokens = json.loads(encoder)
-    del tokens["<|endoftext|>"]
-    return {bytes(byte_of[c] for c in token): rank for token, rank in tokens.items()}
 
 
 @contextlib.contextmanager
