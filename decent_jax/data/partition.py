@@ -29,8 +29,6 @@ import numpy as np
 
 from decent_jax.ground.errors import DataError
 
-_IID_DRAWS = 16
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partition:
@@ -56,69 +54,39 @@ class Partition:
         return len(self.owned)
 
     @property
-    def num_records(self) -> int:
-        """N, the records of the whole data set."""
-        return int(self.class_sizes.sum())
-
-    @property
     def records_per_replica(self) -> int:
         """N // n."""
         return self.owned.shape[1]
-
-    @property
-    def records_left_out(self) -> int:
-        """Records that no replica owns, fewer than `num_replicas`."""
-        return self.num_records - self.owned.size
 
     def records(self, replica: int) -> np.ndarray:
         """(N // n,) int64, ascending: the indices of the records of `replica`."""
         return self.owned[replica]
 
-    def total_variation(self) -> np.ndarray:
-        """(n,) total variation, from 0 to 1, of each replica's labels from the whole's.
+    def total_variation(self) -> float:
+        """Mean total variation, from 0 to 1, of a replica's labels from the whole's.
 
         Half the sum of absolute differences: the share of its records that would have to change.
         """
-        return _total_variation(self.counts, self.class_sizes)
-
-    def total_variation_iid(self) -> float:
-        """The average for records dealt at random; not 0, because a replica has few records."""
-        random = np.random.default_rng(0)
-        counts = random.multivariate_hypergeometric(
-            self.class_sizes, self.records_per_replica, _IID_DRAWS, method="marginals"
-        )
-        return float(_total_variation(counts, self.class_sizes).mean())
+        shares = self.counts / self.records_per_replica
+        whole = self.class_sizes / self.class_sizes.sum()
+        return float(np.abs(shares - whole).sum(axis=1).mean() / 2)
 
     def summary(self) -> dict:
         """Numbers for summary.json."""
-        distances = self.total_variation()
         return {
             "name": "dirichlet",
             "alpha": self.alpha,
-            "classes": len(self.class_names),
             "records_per_replica": self.records_per_replica,
-            "records_left_out": self.records_left_out,
-            "total_variation": [round(float(x), 4) for x in distances],
-            "total_variation_mean": round(float(distances.mean()), 4),
-            "total_variation_iid": round(self.total_variation_iid(), 4),
-            "classes_per_replica_mean": round(float((self.counts > 0).sum(axis=1).mean()), 2),
-            "largest_class_share_mean": round(float(self._shares().max(axis=1).mean()), 4),
+            "total_variation_mean": round(self.total_variation(), 4),
         }
 
     def report(self) -> str:
         """A readable summary."""
-        left_out = f", {self.records_left_out} left out" if self.records_left_out else ""
         return (
             f"data.partition dirichlet, alpha {self.alpha:g}, over {len(self.class_names)} classes:"
-            f" {self.num_replicas} replicas with {self.records_per_replica:,} records each"
-            f"{left_out};\nmean total variation of their labels from the whole's:"
-            f" {self.total_variation().mean():.2f} ({self.total_variation_iid():.2f} for records"
-            " dealt at random)"
+            f" {self.num_replicas} replicas with {self.records_per_replica:,} records each;\nmean"
+            f" total variation of their labels from the whole's: {self.total_variation():.2f}"
         )
-
-    def _shares(self) -> np.ndarray:
-        """(n, K) the distribution of the labels of each replica."""
-        return self.counts / self.records_per_replica
 
 
 def dirichlet(
@@ -233,9 +201,3 @@ def _choose_records(labels, sizes, counts, random) -> np.ndarray:
     by_owner = order[np.argsort(owner, kind="stable")]
     each = len(labels) // n
     return np.sort(by_owner[: n * each].reshape(n, each), axis=1)
-
-
-def _total_variation(counts: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """(rows,) total variation between the distributions `counts` (rows, K) and the whole's."""
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    return np.abs(shares - class_sizes / class_sizes.sum()).sum(axis=1) / 2
