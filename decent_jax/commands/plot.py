@@ -27,28 +27,26 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
     add("--mean", action="store_true", help="one line for runs that differ only in the seed")
     options = parser.parse_args(arguments)
-    from decent_jax.plots import runs, style  # here, as matplotlib takes a while
+    from decent_jax.plots import runs  # here, as matplotlib takes a while
 
     beside = None  # the page, if it is not inside the run directory
-    if options.out is not None or options.mean or len(options.runs) > 1:
+    if options.out is not None or len(options.runs) > 1:
         picture = Path(options.out or runs.COMPARISON)
         beside = picture.with_suffix(".html")
         check_replaceable(picture, "--out")
         if not options.mean:
             check_replaceable(beside, "--out")
+    print(runs.plot_runs(options.runs, options.out, mean=options.mean))
     if options.mean:
-        curves = runs.curves_of([load_run(run) for run in options.runs])
-        print(style.save(runs.draw_means(curves), options.out or runs.COMPARISON, dpi=150))
-    else:
-        print(runs.plot_runs(options.runs, options.out))
-        try:
-            extras.need("page", "plotly")
-        except extras.Unavailable as error:
-            print(f"decent-jax plot: the page is left out, since {error}", file=sys.stderr)
-            return 0
-        from decent_jax.plots import page
+        return 0
+    try:
+        extras.need("page", "plotly")
+    except extras.Unavailable as error:
+        print(f"decent-jax plot: the page is left out, since {error}", file=sys.stderr)
+        return 0
+    from decent_jax.plots import page
 
-        loaded = [load_run(run) for run in options.runs]
-        label_runs(loaded)
-        print(page.write(loaded, beside or loaded[0].path / page.REPORT))
+    loaded = [load_run(run) for run in options.runs]
+    label_runs(loaded)
+    print(page.write(loaded, beside or loaded[0].path / page.REPORT))
     return 0
