@@ -202,8 +202,8 @@ class Task(Protocol):
         ...
 
     def demonstrate(self, params: Any, model_state: Any) -> str:
-        """Text to show after training, such as a sample."""
-        ...
+        """Text to show after training, such as a sample; "": none."""
+        return ""
 
 
 class RecomputesState(Protocol):

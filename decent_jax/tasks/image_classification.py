@@ -31,10 +31,7 @@ CONSENSUS = ("average", "recompute", "mix")
 PRESETS = {**resnet.PRESETS, **airbench.PRESETS}
 Config = resnet.ResNetConfig | airbench.AirbenchConfig
 
-_SHOWN_CLASSES = 12  # rows of the table at the end
 _WHITENED_IMAGES = 5000
-_DEMO_BATCH = 100
-_DEMO_BATCHES = 10
 
 
 @dataclass(frozen=True)
@@ -281,24 +278,6 @@ class ImageClassification(Task):
             "val_images": len(self.eval_source),
         }
 
-    def demonstrate(self, params, model_state):
-        """A table of the accuracy and the most frequent mistake of each class."""
-        predict = jax.jit(
-            lambda images: resnet.logits_of(
-                self.config, params, model_state, normalize(images)
-            ).argmax(axis=-1)
-        )
-        labels, predicted = [], []
-        with loader.eval_batches(
-            self.eval_source, num_replicas=1, batch_size=_DEMO_BATCH, max_batches=_DEMO_BATCHES
-        ) as batches:
-            for batch, weights in batches:
-                real = weights[0] > 0
-                labels += batch["label"][0][real].tolist()
-                predicted += np.asarray(predict(batch["image"][0]))[real].tolist()
-        title = f"the consensus model on {len(labels)} validation images:\n"
-        return title + class_table(np.array(labels), np.array(predicted), self.class_names)
-
 
 # --- On the device ------------------------------------------------------------------------------
 
@@ -384,32 +363,3 @@ def export(run: TrainedRun, out: Path) -> str:
     weights.save_resnet(out, model.params, model.statistics, model.config, model.step, about)
     described |= {"step": model.step, "which": run.which}
     return json.dumps(described, indent=2) + "\n"
-
-
-# --- At the end ---------------------------------------------------------------------------------
-
-
-def class_table(labels: np.ndarray, predicted: np.ndarray, names) -> str:
-    """A row per class, the lowest accuracy first: images, accuracy, most frequent mistake.
-
-    Args:
-      labels: ``(N,)`` integers, the true classes.
-      predicted: ``(N,)`` integers.
-      names: of the classes.
-    """
-    confusion = np.zeros((len(names), len(names)), int)
-    np.add.at(confusion, (labels, predicted), 1)
-    counts, right = confusion.sum(axis=1), confusion.diagonal()
-    seen = np.flatnonzero(counts)
-    order = seen[np.argsort(right[seen] / counts[seen], kind="stable")]
-    width = max(len(name) for name in names)
-    lines = [f"{'class':<{width}}  images   right  mostly mistaken for"]
-    for label in order[:_SHOWN_CLASSES]:
-        wrong = confusion[label] * (np.arange(len(names)) != label)
-        mistake = f"{names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
-        line = f"{names[label]:<{width}}  {counts[label]:6d}  {right[label] / counts[label]:6.1%}"
-        lines.append(f"{line}  {mistake}".rstrip())
-    if len(order) > _SHOWN_CLASSES:
-        lines.append(f"... and {len(order) - _SHOWN_CLASSES} classes with more right")
-    lines.append(f"{'all':<{width}}  {counts.sum():6d}  {right.sum() / counts.sum():6.1%}")
-    return "\n".join(lines)

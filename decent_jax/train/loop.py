@@ -346,7 +346,8 @@ def conclude(
         work.say(f"no curves were drawn: {error}")
     with work.announce("looking at the consensus model"):
         text = task.demonstrate(*local((mean, model_state)))
-    work.say(text)
+    if text:
+        work.say(text)
     for scores in tested.values():
         work.say(", ".join(f"{name} {value}" for name, value in scores.items()))
     work.say_where(summary)

@@ -172,15 +172,6 @@ def test_evaluate_equals_numpy_and_leaves_padding_out(task, model):
         assert float(sums[name]) / 21 == pytest.approx(value, rel=1e-5)
 
 
-def test_the_table_at_the_end_is_of_all_validation_images_once(task, model):
-    source, names = task.eval_source, generated_images.CLASS_NAMES
-    images = task_lib.normalize(source.images)
-    logits = jax.jit(resnet.logits_of, static_argnums=0)(task.config, *model, images)
-    wanted = task_lib.class_table(source.labels, np.asarray(logits).argmax(axis=1), names)
-    title = "the consensus model on 21 validation images:\n"
-    assert task.demonstrate(*model) == title + wanted
-
-
 def test_loss_of_a_known_batch(model):
     """Cross-entropy with smoothed labels, of the training logits."""
     task = make_task(model__label_smoothing=0.2, data__flip=False)
@@ -290,22 +281,6 @@ def test_a_run_and_mixed_statistics(algorithm, policies, tmp_path):
         assert "perf/examples_per_s" in rows(folder)[0]
         best = saved_model.TrainedRun(folder, "best")
         assert best.step == 1 and jax.tree.leaves(best.model_state)
-
-
-def test_class_table():
-    labels = np.array([0, 0, 0, 0, 1, 1, 2])
-    predicted = np.array([0, 0, 2, 2, 1, 1, 0])
-    assert task_lib.class_table(labels, predicted, ("cat", "mouse", "ox", "yak")) == "\n".join(
-        [
-            "class  images   right  mostly mistaken for",
-            "ox          1    0.0%  cat (1)",
-            "cat         4   50.0%  ox (2)",
-            "mouse       2  100.0%",
-            "all         7   57.1%",
-        ]
-    )
-    many = task_lib.class_table(np.arange(20), np.arange(20), [str(i) for i in range(20)])
-    assert len(many.splitlines()) == 15 and "... and 8 classes with more right" in many
 
 
 # --- Configs ------------------------------------------------------------------------------------
