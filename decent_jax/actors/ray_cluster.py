@@ -161,7 +161,7 @@ def enter(log: Path, launched_from: str) -> None:
 
 def leave_launcher() -> None:
     """Forget that SLURM or another launcher started this process with others: Ray joins them."""
-    for variable in (*(own for own, _ in launchers.LAUNCHERS.values()), *launchers.UNREAD.values()):
+    for variable in launchers.VARIABLES:
         os.environ.pop(variable, None)
 
 

@@ -23,6 +23,14 @@ UNREAD = {
     "Flux": "FLUX_JOB_SIZE",
     "whoever set it": "JAX_NUM_PROCESSES",
 }
+# Set where a process is one of several, without their number.
+UNCOUNTED = {
+    "JAX_COORDINATOR_ADDRESS": "names the process 0 of others",
+    "PMIX_RANK": "says that a launcher started this process, perhaps with others",
+    "PMI_RANK": "says that a launcher started this process, perhaps with others",
+    "ALPS_APP_PE": "says that a launcher started this process, perhaps with others",
+}
+VARIABLES = (*(own for own, _ in LAUNCHERS.values()), *UNREAD.values(), *UNCOUNTED)
 BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id"
 
 
@@ -59,10 +67,12 @@ def check_unread(count: int) -> None:
                 field=variable,
                 value=told,
             )
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if count == 1 and address and not any(own in os.environ for own, _ in LAUNCHERS.values()):
-        why = f"names the process 0 of others, and this one is alone: {BY_HAND}, or unset it"
-        raise ConfigError.about("JAX_COORDINATOR_ADDRESS", address, why)
+    counted = [own for own, _ in LAUNCHERS.values()] + list(UNREAD.values())
+    if count == 1 and not any(variable in os.environ for variable in counted):
+        for variable, says in UNCOUNTED.items():
+            if value := os.environ.get(variable):
+                why = f"{says}, and this one is alone: {BY_HAND}, or unset it"
+                raise ConfigError.about(variable, value, why)
 
 
 def _on_several_tpu_hosts() -> bool:

@@ -1,12 +1,15 @@
 """The commands of this project under one name: ``decent-jax COMMAND ...``."""
 
+import contextlib
 import difflib
 import importlib
 import io
 import os
 import signal
 import sys
+import threading
 import types
+from collections.abc import Iterator
 
 from decent_jax.ground import extras, machine
 from decent_jax.ground.command_line import CONFIGS
@@ -117,8 +120,13 @@ def train(argv: list[str], prog: str) -> int:
     Returns 0: done; 1: failed; 2: never started; 75: another process was lost; 128 + signal:
     interrupted.
     """
-    workdir = None
     open_streams()
+    with sigterm_told(prog):
+        return _train(argv, prog)
+
+
+def _train(argv: list[str], prog: str) -> int:
+    workdir = None
     try:
         training = import_module("decent_jax.train")
         from decent_jax.monitor import goodput
@@ -154,6 +162,58 @@ def train(argv: list[str], prog: str) -> int:
     if workdir is not None and code in (TrainingFailed.code, PeerLost.code):
         goodput_file.add_incident(workdir, said)
     return code
+
+
+@contextlib.contextmanager
+def sigterm_told(prog: str) -> Iterator[None]:
+    """In this context, SIGTERM ends the process at once, with a sentence and code 143.
+
+    Also during a long call of C++, such as of the compiler: a thread waits for the signal, and
+    Python's handler would only run after the call. Others may set a handler meanwhile, as the loop
+    does, which saves a checkpoint first.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def noted(number, frame):
+        pass
+
+    def mask(how):
+        if signal.getsignal(signal.SIGTERM) is noted:
+            signal.pthread_sigmask(how, {signal.SIGTERM})
+
+    def of_a_child():  # such as of a task's: its signals are not this process's
+        if signal.getsignal(signal.SIGTERM) is noted:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def wait():
+        while number := os.read(reading, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is noted:
+                print(f"{prog}: interrupted; the same command resumes", file=sys.stderr, flush=True)
+                os._exit(128 + signal.SIGTERM)
+        os.close(reading)
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, noted)
+    os.register_at_fork(
+        before=lambda: mask(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
+        after_in_child=of_a_child,
+    )
+    threading.Thread(target=wait, name="SIGTERM", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        if signal.getsignal(signal.SIGTERM) is noted:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.close(writing)
 
 
 def open_streams() -> None:

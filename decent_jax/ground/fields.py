@@ -190,15 +190,15 @@ def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    for name in table:
+    for name, value in values.items():
+        if name not in table:
+            raise ConfigError(unknown_field(name, table), field=name, value=value)
+    for name, field in table.items():
         if name not in values:
             raise ConfigError(
                 f"the config has no field {name!r}; start from default_config()", field=name
             )
-    for name, value in values.items():
-        if name not in table:
-            raise ConfigError(unknown_field(name, table), field=name, value=value)
-        table[name].check(name, value)
+        field.check(name, values[name])
 
 
 def parse(field: Field, name: str, text: str) -> Any:
@@ -221,6 +221,9 @@ def parse(field: Field, name: str, text: str) -> Any:
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     """The error message for an unknown field."""
+    own = [other for other in known if other.startswith(f"{name}.")]
+    if own:
+        return f"{shown(name)} is a section of the config; set one of its fields, as {own[0]!r}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "; --show prints them all"
     return f"the config has no field {shown(name)}{hint}"

@@ -1,5 +1,6 @@
 """The process of ``train.py``: runs the peers, and evaluates and reports their consensus."""
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -34,7 +35,7 @@ from decent_jax.train.experiment import Experiment
 from decent_jax.train.rows import shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.synchronous import Feed, Programs, init, shapes_of, time_steps
-from decent_jax.train.workdir import Signals, Workdir
+from decent_jax.train.workdir import Halted, Signals, Workdir
 
 _SAVE_S = 2.0
 
@@ -249,9 +250,14 @@ class Driver:
                 Signals() as signals,
                 listener,
             ):
+                self.evaluator.pause = lambda: _halt_after(signals)
                 self._begin(address)
                 self._watch(writer, progress, signals)
-                state = self._evaluate(self.peers.ended, steps, writer)
+                try:
+                    state = self._evaluate(self.peers.ended, steps, writer)
+                except Halted:
+                    self._stop_if_told(signals)
+                    raise
             self._write_manifest()
             if state is None:
                 raise TrainingFailed(
@@ -305,24 +311,29 @@ class Driver:
                 progress.update(step)
             if eval_every and evaluated + eval_every <= step < steps:
                 evaluated = step - step % eval_every
-                self._evaluate([peer.actor for peer in peers.live.values()], step, writer)
+                with contextlib.suppress(Halted):
+                    self._evaluate([peer.actor for peer in peers.live.values()], step, writer)
             if now > self._saved + _SAVE_S:
                 peers.resize()
                 self._write_manifest()
         peers.refresh()
         self._write_manifest()
-        if signals.received is not None:
-            of = f"all but {peers.unsaved} peers have" if peers.unsaved else "every peer has"
-            raise Interrupted(
-                f"interrupted after step {peers.step()}; {of} saved a checkpoint, the same command "
-                "resumes",
-                signals.received,
-            )
+        self._stop_if_told(signals)
         if not peers.ended:
             raise TrainingFailed(
                 f"no peer is left after step {peers.step()}; the same command resumes from their "
                 f"checkpoints. See {self.work.path / FOLDER}/*/log.txt"
             )
+
+    def _stop_if_told(self, signals: Signals) -> None:
+        """Raises Interrupted after a signal, once the peers have ended."""
+        if signals.received is not None:
+            unsaved, step = self.peers.unsaved, self.peers.step()
+            of = f"all but {unsaved} peers have" if unsaved else "every peer has"
+            words = (
+                f"interrupted after step {step}; {of} saved a checkpoint, the same command resumes"
+            )
+            raise Interrupted(words, signals.received)
 
     def _evaluate(self, actors: list[Actor], step: int, writer: MetricWriter) -> Any:
         """Evaluate, save and return the consensus of these peers' snapshots, if there are any."""
@@ -379,6 +390,11 @@ class Driver:
 
     def _seconds(self) -> float:
         return self.saver.seconds + time.monotonic() - self.began
+
+
+def _halt_after(signals: Signals) -> None:
+    if signals.received is not None:
+        raise Halted
 
 
 def _describe(config: Config, aggregate: Aggregate) -> str:

@@ -5,7 +5,7 @@ import math
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,11 +178,11 @@ class Pipelines:
     def average(self) -> None:
         """Nothing: `decent_jax.pipelines.part.check` refuses ``max_consensus_distance``."""
 
-    def evaluate(self) -> tuple[dict[str, float], Model]:
+    def evaluate(self, pause: Callable[[], None]) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`; `WorkerCheckpoints` saves the model."""
         with self.work.announce("evaluating the consensus model", once=True):
-            sums = [part for part in self._workers.all("evaluate") if part is not None]
-        total, count = np.sum(sums, axis=0)
+            sums = self._workers.wait(self._workers.begin("evaluate"), pause)
+        total, count = np.sum([part for part in sums if part is not None], axis=0)
         return {"eval/loss": float(total / count)}, Model(None, None)
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:

@@ -94,8 +94,8 @@ class Workers:
         """Call a method of each worker."""
         return [actor.call(name, *args) for actor in self._started]
 
-    def wait(self, calls: list[Call]) -> list[Any]:
-        """The results of one call per worker.
+    def wait(self, calls: list[Call], pause: Callable[[], None] = lambda: None) -> list[Any]:
+        """The results of one call per worker; ``pause`` is called meanwhile, and may raise.
 
         Raises:
           TrainingFailed: a worker was killed, has failed or is silent; it is named.
@@ -106,6 +106,7 @@ class Workers:
             for k in self._actors.ended(waiting, _LOOK_S):
                 results[k] = self._result(self.specs[k], waiting.pop(k))
             self._listen()
+            pause()
         return [results[k] for k in range(len(calls))]
 
     def over(self, calls: list[Call]) -> bool:

@@ -158,8 +158,9 @@ class Task(Protocol):
 
     Subclasses inherit the defaults. A task may have more functions: ``measure(block)`` returns
     numbers about a batch ``(L, B, ...)`` on the host, the rows of the L replicas of this process;
-    metrics.jsonl has their means in process 0, as a sample. ``score(params)`` returns scores of the
-    consensus model (host arrays) and is called at every evaluation by every process;
+    metrics.jsonl has their means in process 0, as a sample. ``score(params, pause)`` returns scores
+    of the consensus model (host arrays); every process calls it at every evaluation. It calls
+    ``pause()`` between two batches, equally often in every process, where a signal may end it.
     ``test(params)`` returns those of the final model, ``test`` in summary.json, and may take
     minutes.
     """

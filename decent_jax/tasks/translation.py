@@ -222,13 +222,13 @@ class Translation(Task):
         places = sum(side.size for side in sides)
         return {"data/padding_fraction": 1 - sum(np.count_nonzero(s) for s in sides) / places}
 
-    def score(self, params):
+    def score(self, params, pause=lambda: None):
         """``bleu`` of the first validation sentences."""
         if not self.some:
             return {}
         pairs = self.eval_source.pairs
         sources, references = (pairs.sentences(side)[: self.some] for side in (0, 1))
-        translations = self.translator(jax.device_put(params), sources)
+        translations = self.translator(jax.device_put(params), sources, pause=pause)
         return {"bleu": bleu(translations, references, self.languages[1])[0]}
 
     def summary(self):

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,9 +47,14 @@ class Translator:
         )
 
     def __call__(
-        self, params: transformer.Params, sentences: Sequence[str], *, progress: bool = False
+        self,
+        params: transformer.Params,
+        sentences: Sequence[str],
+        *,
+        progress: bool = False,
+        pause: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """The best translation of each sentence, "" for an empty one.
+        """The best translation of each sentence, "" for an empty one; a pause after each batch.
 
         Raises:
           ConfigError: a sentence has more than `LONGEST` subwords.
@@ -74,6 +79,7 @@ class Translator:
                 for i, tokens in zip(rows, found, strict=False):
                     result[i] = self.vocabulary.decode(tokens)
                 bar.update(len(rows))
+                pause()
         return result
 
 

@@ -1,6 +1,7 @@
 """Evaluation of the consensus model; the replicas do not change."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -29,9 +30,13 @@ class Evaluator:
       config: of the run; ``eval`` and the batch size.
       task: model, loss and data.
       placement: of the replicas.
+
+    Attributes:
+      pause: called between two batches, equally often in every process; it may raise.
     """
 
     def __init__(self, config: Config, task: Task, placement: Placement):
+        self.pause: Callable[[], None] = lambda: None
         self.task, self.placement = task, placement
         self._config = config
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
@@ -92,7 +97,8 @@ class Evaluator:
         row = {f"eval/{name}": value for name, value in result.items()}
         score = getattr(self.task, "score", None)
         if score is not None:
-            row |= {f"eval/{name}": value for name, value in score(local(model.params)).items()}
+            scores = score(local(model.params), self.pause)
+            row |= {f"eval/{name}": value for name, value in scores.items()}
         distance = jax.device_get(self.distance(state.params))
         row["eval/consensus_distance"] = float(distance.distance)
         row["eval/consensus_distance_relative"] = float(distance.relative)
@@ -148,11 +154,14 @@ class Evaluator:
 
     def _total(self, parts):
         """The sum over the parts and over the leading dimension of each."""
-        total = None
+        total: Any = None
         for sums in parts:
             if total is None:
                 total = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), sums)
+            else:
+                jax.block_until_ready(total)  # this process is at most two batches ahead
             total = self._add(total, sums)
+            self.pause()
         return total
 
 

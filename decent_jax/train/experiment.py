@@ -93,7 +93,7 @@ def open_experiment(
         tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
         if not checked:
             _check_fits_the_model(config, task, tx, rate, placement)
-        check_batch(config, task.train_source, sharing * jax.process_count())
+        check_batch(config, task.train_source, sharing * jax.process_count(), _on_this_host())
         if config.data.on_device:
             _check_on_device(task.train_source, tx, placement)
         # Printed only now, because a refused run prints only the reason.
@@ -296,20 +296,27 @@ def _check_fits_the_model(config, task, tx, rate, placement) -> None:
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
         ) from None
     arrays.check(TrainState(params, model_state, kept))
-    check_state(placement, (params, kept))
+    check_state(placement, (params, kept), _on_this_host())
 
 
-def check_state(placement: Placement, state: Any) -> None:
-    """Check that the devices of this process can hold its replicas.
+def _on_this_host() -> int:
+    """How many processes of the run share this machine's memory."""
+    names = cluster.hosts()
+    return names.count(names[jax.process_index()])
+
+
+def check_state(placement: Placement, state: Any, together: int = 1) -> None:
+    """Check that this machine can hold the replicas of its processes.
 
     Args:
       placement: of the replicas.
       state: shapes of one replica's parameters and of its method's state.
+      together: processes on this machine.
     """
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    count = len(placement.local_replicas)
+    count = len(placement.local_replicas) * together
     if placement.platform == "cpu":  # other devices report it themselves
-        machine.check_memory(count * each, f"the state of {count} replicas")
+        machine.check_memory(count * each, f"the state of {count} replicas on this machine")
 
 
 def _check_on_device(source, tx, placement) -> None:
@@ -332,13 +339,14 @@ def _check_on_device(source, tx, placement) -> None:
         raise refusal(True, why)
 
 
-def check_batch(config: Config, source: Sequence[Any], processes: int) -> None:
+def check_batch(config: Config, source: Sequence[Any], processes: int, together: int = 1) -> None:
     """Check that there are enough examples, and that the prefetched batches fit into memory.
 
     Args:
       config: of the run.
       source: of the training examples.
       processes: that share a batch.
+      together: those on this machine.
     """
     if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
         return
@@ -350,6 +358,6 @@ def check_batch(config: Config, source: Sequence[Any], processes: int) -> None:
     except DataError:  # the run reports it, with the step at which it reads this record
         return
     machine.check_memory(
-        config.batch_size // processes * example * (config.data.prefetch + 1),
+        together * (config.batch_size // processes) * example * (config.data.prefetch + 1),
         f"batch_size {config.batch_size}, with data.prefetch {config.data.prefetch},",
     )

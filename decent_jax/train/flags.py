@@ -79,10 +79,10 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
     if known.show:
         print(_shown(config))
         sys.exit(0)
-    if known.on and not known.check:
+    if known.on is not None and not known.check:
         why = "goes with --check: on devices that are only described nothing is trained"
         raise ConfigError.about("--on", known.on, why)
-    if known.on:
+    if known.on is not None:
         from decent_jax.train import described
 
         print("\n".join(described.check_on(config_lib.parse(config), known.on)))

@@ -6,6 +6,7 @@ the results of a step while the next one runs.
 """
 
 import statistics
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -26,7 +27,7 @@ from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.rows import Report
 from decent_jax.train.saver import Saver
-from decent_jax.train.workdir import Signals, Workdir
+from decent_jax.train.workdir import Halted, Signals, Workdir
 
 
 class Runner(Protocol):
@@ -91,8 +92,12 @@ class Runner(Protocol):
         """Set all replicas to their mean."""
         ...
 
-    def evaluate(self) -> tuple[dict[str, float], Model]:
-        """The ``eval/`` metrics, and the evaluated model."""
+    def evaluate(self, pause: Callable[[], None]) -> tuple[dict[str, float], Model]:
+        """The ``eval/`` metrics, and the evaluated model.
+
+        Args:
+          pause: called between two batches, equally often in every process; it may raise.
+        """
         ...
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
@@ -142,8 +147,10 @@ def train(
             ledger.resume(meta)
             clock.begin_row()
             report.resume(meta)
-            saved_at = clock.now()
+            saved_at, pause = clock.now(), Pause(agreement, signals)
             try:
+                if meta.get("unevaluated") and runner.evaluates and done < steps:
+                    evaluate_at(done, runner, clock, work, writer, saver, pause)
                 while done < steps and not runner.over(done):
                     made = runner.step(done, next_due(experiment, done, steps))
                     before, done = done, done + len(made)
@@ -166,12 +173,14 @@ def train(
                     if saves or evaluates or stops or (logs and config.max_consensus_distance):
                         if report.look_at_pending():
                             runner.average()
+                        if evaluates and stops:
+                            raise Halted
                         if evaluates:
-                            evaluate_at(done, runner, clock, work, writer, saver)
-                        if saves or stops:
+                            evaluate_at(done, runner, clock, work, writer, saver, pause)
+                        if saves or stops or pause.saves:
                             with clock.of("checkpoints"):
                                 saver.save(done, runner.state, clock.seconds, report.begun())
-                            saved_at = clock.now()
+                            saved_at, pause.saves = clock.now(), False
                     if runner.memory is not None:
                         keep_in_memory(
                             runner.memory, runner.state, before, done, logs, report, saver
@@ -182,7 +191,13 @@ def train(
                         stop(done, work, signals, clock)
                 report.finish(done)
                 if runner.evaluates and saver.evaluated.get("step") != done:
-                    evaluate_at(done, runner, clock, work, writer, saver)
+                    evaluate_at(done, runner, clock, work, writer, saver, pause)
+            except Halted:  # the next session evaluates first
+                saver.unevaluated = True
+                with clock.of("checkpoints"):
+                    saver.save(done, runner.state, clock.seconds, report.begun())
+                    saver.checkpoints.wait()
+                stop(done, work, signals, clock)
             except DataError as error:  # such as a truncated photograph
                 report.look_at_pending()
                 next_time = f"once fixed, {what_next(saver.checkpoints.workdir)}"
@@ -202,6 +217,24 @@ def train(
 
 
 # --- The helpers of the loop ----------------------------------------------------------------------
+
+
+class Pause:
+    """Called between two batches of an evaluation, a boundary of the processes' agreement.
+
+    Attributes:
+      saves: whether they agreed on a checkpoint meanwhile.
+    """
+
+    def __init__(self, agreement: Agreement, signals: Signals):
+        self.saves, self._agreement, self._signals = False, agreement, signals
+
+    def __call__(self) -> None:
+        """Raises Halted, in all processes, soon after one of them received a signal."""
+        saves, stops = self._agreement.at_boundary(False, self._signals.received is not None)
+        self.saves |= saves
+        if stops:
+            raise Halted
 
 
 def keep_in_memory(
@@ -250,11 +283,17 @@ def next_due(experiment: Experiment, done: int, steps: int) -> int:
 
 
 def evaluate_at(
-    done: int, runner: Runner, clock: Clock, work: Workdir, writer: MetricWriter, saver: Saver
+    done: int,
+    runner: Runner,
+    clock: Clock,
+    work: Workdir,
+    writer: MetricWriter,
+    saver: Saver,
+    pause: Pause,
 ) -> None:
     """Evaluate, see `evaluate`, and write the seconds per category until then."""
     with clock.of("evaluation"):
-        found = runner.evaluate()
+        found = runner.evaluate(pause)
     with clock.of("checkpoints"):  # of the model, if it is the best
         evaluate(*found, done, work, writer, saver)
     writer.write(done, goodput_file.shares(clock.spent()))

@@ -21,6 +21,7 @@ class Saver:
     Attributes:
       checkpoints: on disk.
       evaluated: the last evaluation, a row with its ``step``.
+      unevaluated: whether an evaluation is due after the step of the next checkpoint.
       best: the lowest ``eval/loss`` so far.
       seconds: of training, in the sessions before this one.
       steps_ahead: data position minus step count, in steps; not 0 after a resume with another
@@ -30,6 +31,7 @@ class Saver:
     def __init__(self, experiment: Experiment, checkpoints: Checkpointer):
         self.checkpoints = checkpoints
         self.evaluated: dict[str, Any] = {}
+        self.unevaluated = False
         self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
         self._experiment = experiment
 
@@ -72,6 +74,7 @@ class Saver:
             "examples": (done + self.steps_ahead) * config.batch_size,
             "seconds": seconds,
             "best": self.best,
+            "unevaluated": self.unevaluated,
             "row": row,
             "data": self._data,
             "config": flat(config),

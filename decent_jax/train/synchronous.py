@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -190,8 +190,9 @@ class Synchronous:
         weights = optim.consensus_weights(self.state.opt_state)
         self.state = self.state._replace(params=self._averaged(self.state.params, weights))
 
-    def evaluate(self) -> tuple[dict[str, float], Model]:
+    def evaluate(self, pause: Callable[[], None]) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`."""
+        self.evaluator.pause = pause
         with self.work.announce("evaluating the consensus model", once=True):
             return self.evaluator.row(self.state)
 

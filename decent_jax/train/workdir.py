@@ -255,6 +255,10 @@ class Workdir:
         )
 
 
+class Halted(Exception):
+    """A signal ended an evaluation, in all processes between the same two batches."""
+
+
 class Signals:
     """Remembers SIGTERM and Ctrl-C for the loop to act on.
 

@@ -134,22 +134,22 @@ def test_mpirun_in_a_job_of_slurm(monkeypatch):
 
 @pytest.fixture
 def without_launchers(monkeypatch):
-    for variable in (*(own for own, _ in launchers.LAUNCHERS.values()), *launchers.UNREAD.values()):
+    for variable in launchers.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.mark.usefixtures("without_launchers")
-@pytest.mark.parametrize("variable", [*launchers.UNREAD.values(), "JAX_COORDINATOR_ADDRESS"])
+@pytest.mark.parametrize("variable", [*launchers.UNREAD.values(), *launchers.UNCOUNTED])
 def test_processes_of_a_launcher_that_is_not_read_do_not_train_alone(variable, monkeypatch, joins):
     """Four processes of torchrun trained four models, one of them into the folder."""
-    told = "host:99" if variable == "JAX_COORDINATOR_ADDRESS" else "4"
+    told = {"JAX_COORDINATOR_ADDRESS": "host:99"}.get(variable, "4")
     monkeypatch.setenv(variable, told)
     config = config_lib.default_config()
     with refused(variable, told):
         start.start(config)
     monkeypatch.setenv("SLURM_STEP_ID", "0")  # srun started one task, and that the variable knows
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    if told == "4":
+    if variable not in launchers.UNCOUNTED:
         monkeypatch.setenv(variable, "1")
     assert "one process" in start.start(config)
 

@@ -13,6 +13,7 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused, refuses
 
-from decent_jax import topology
+from decent_jax import replicas, topology
 from decent_jax.commands import export
 from decent_jax.commands import main as command
 from decent_jax.data.translation import number_pairs
@@ -98,6 +99,17 @@ def test_batches_are_compared_with_this_machine(monkeypatch):
     experiment.check_batch(tiny.waves(batch_size=20), examples, 1)
     with refuses("batch_size 100", "1.00MB", error=ConfigError):
         experiment.check_batch(tiny.waves(batch_size=100), examples, 1)
+    experiment.check_batch(tiny.waves(batch_size=60), examples, 2)
+    with refuses("batch_size 60", "1.20MB", error=ConfigError):  # two processes share the machine
+        experiment.check_batch(tiny.waves(batch_size=60), examples, 2, together=2)
+
+
+def test_states_of_processes_of_one_machine_are_compared_with_it_together(monkeypatch):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
+    placement, state = replicas.place(2, jax.devices()[:1]), np.zeros(100_000, np.float32)
+    experiment.check_state(placement, state)
+    with refuses("4 replicas", "1.60MB", error=ConfigError):
+        experiment.check_state(placement, state, together=2)
 
 
 # --- Whole commands -------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 import errno
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
 from refusals import refused
+from several import finish, until
 from test_config import main, one_sentence, train_py  # noqa: F401 (a fixture)
 
 from decent_jax import train
@@ -250,3 +252,39 @@ def test_the_published_settings_of_wmt14(name, arguments, peak, betas, window):
     assert (local.data.path, local.algorithm) == ("numbers", config.algorithm)
     with refused("--config FILE:ARGUMENTS"):
         flags.load(f"{ROOT}/configs/{name}.py:{arguments},huge")
+
+
+SLOW_CONFIG = """
+import hashlib, os, sys, time
+
+def get_config():
+    child = os.fork()  # its signals are its own
+    if not child:
+        time.sleep(600)
+    os.kill(child, 15)
+    os.waitpid(child, 0)
+    print("begun", flush=True)
+    {wait}
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["time.sleep(600)", "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"],
+    ids=["in Python", "in C"],
+)
+def test_a_run_that_sigterm_ends_before_it_begins_says_so(wait, tmp_path, start_process):
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW_CONFIG.format(wait=wait))
+    run = start_process([ROOT / "train.py", "--config", path, "--workdir", tmp_path / "run"])
+    until(lambda: "begun" in run.words.read_text(), run)
+    run.send_signal(signal.SIGTERM)
+    words = finish([run], [143], 60).splitlines()
+    assert words[-1].startswith("train.py: interrupted") and "Traceback" not in " ".join(words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_handlers_of_a_caller_are_its_own_again(call):
+    before = signal.getsignal(signal.SIGTERM)
+    assert call("--config.no_such=3")[0] == 2
+    assert signal.getsignal(signal.SIGTERM) is before

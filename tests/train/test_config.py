@@ -138,6 +138,8 @@ trainer=pipelines pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_d
 # The words that people see, whole; the only ones of this file.
 GOLDEN = {
     "num_replica=4": "the config has no field 'num_replica'; did you mean 'num_replicas'?",
+    "lr_schedule=cosine": "'lr_schedule' is a section of the config; set one of its fields, as "
+    "'lr_schedule.name'",
     "xyzzy=4": "the config has no field 'xyzzy'; --show prints them all",
     "num_replicas=four": "num_replicas must be of type int (such as 8), got 'four'",
     "combine=without": "combine must be one of awc, atc or left empty, got 'without'",

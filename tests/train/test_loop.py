@@ -31,6 +31,7 @@ from decent_jax.peers.protocol import Averager, Format
 from decent_jax.peers.step_boundary import CommonProgress, PeerRunner, StepBoundary, number
 from decent_jax.train import ConfigError, TrainingFailed, loop, synchronous
 from decent_jax.train.config import parse
+from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
@@ -87,6 +88,35 @@ def test_a_checkpoint_of_before_the_last_row_repeats_it(whole, tmp_path):
     shutil.rmtree(folder / "checkpoints" / "12")
     tiny.run(tiny.waves(**CUT), folder)
     assert tiny.measured(folder) == tiny.measured(whole)
+
+
+@pytest.mark.parametrize("every", [6, 0], ids=["in the middle", "at the end"])
+def test_a_signal_ends_an_evaluation_and_the_next_session_repeats_it(every, tmp_path, monkeypatch):
+    """After two of its many batches; the rows are those of the undisturbed run."""
+    config = tiny.waves(eval={"every": every, "batch_size": 4}, log={"every": 3})
+    at = every or config.steps
+    whole = tiny.run(config, tmp_path / "whole")
+    total, batches = Evaluator._total, []
+
+    def counted(self, parts):
+        def each():
+            for part in parts:
+                batches.append(part)
+                if len(batches) == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield part
+
+        return total(self, each())
+
+    monkeypatch.setattr(Evaluator, "_total", counted)
+    with pytest.raises(Interrupted, match=f"after step {at}; a checkpoint is saved"):
+        tiny.run(config, tmp_path / "run")
+    assert len(batches) == 2 and tiny.saved_steps(tmp_path / "run") == [at]
+    assert not any("eval/loss" in row for row in tiny.rows(tmp_path / "run"))
+    monkeypatch.setattr(Evaluator, "_total", total)
+    tiny.run(config, tmp_path / "run")
+    assert tiny.measured(tmp_path / "run") == tiny.measured(whole)
+    tiny.assert_same_state(tmp_path / "run", whole, 12)
 
 
 def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch):
