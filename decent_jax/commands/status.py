@@ -21,6 +21,7 @@ from decent_jax.monitor.run_state import RunState
 
 _INCIDENTS = 4  # shown, the newest
 _ROWS = 16  # replicas shown, those with the largest loss
+_FEWEST, _ALL = 4, 10**6  # rows of a table
 _SLOW = 1.5  # times as long as the fastest
 _LABEL = 11  # columns
 _SENT = "comm/between_hosts_bytes"
@@ -33,21 +34,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
     parser.add_argument("--json", action="store_true", help="print one line of JSON per run")
     options = parser.parse_args(arguments)
-    width = shutil.get_terminal_size().columns
+    size = shutil.get_terminal_size((80, _ALL))
     for state in map(run_state.read, options.runs):
-        print(run_state.as_json(state) if options.json else "\n".join(screen(state, width)))
+        print(run_state.as_json(state) if options.json else "\n".join(screen(state, *size)))
     return 0
 
 
-def screen(state: RunState, width: int) -> Iterator[str]:
-    """The lines of one run, at most ``width`` columns wide."""
-    yield printable(str(state.path))
-    before, rest = "", " " * _LABEL
+def screen(state: RunState, width: int, height: int = 0) -> Iterator[str]:
+    """The lines of one run, at most ``width`` columns wide.
+
+    Of peers, processes and replicas that do not fit into ``height`` lines, those that stand out
+    are shown: gone, slow, restarted, then those with the largest loss. 0: all are shown.
+    """
+    lines, before, rest = [printable(str(state.path))], "", " " * _LABEL
     for label, words in _lines(state):
         first = ("" if label == before else label).ljust(_LABEL)
-        yield from textwrap.TextWrapper(width, first, rest).wrap(printable(words))
+        lines += textwrap.TextWrapper(width, first, rest).wrap(printable(words))
         before = label
-    for kind, rows in _tables(state):
+    yield from lines
+    left = max(height - len(lines) - 4, _FEWEST) if height else _ALL  # also for the prompt
+    for kind, every_row in _tables(state):
+        chosen = sorted(every_row, key=lambda name: _stands_out(name, every_row[name]))[-left:]
+        rows = {name: row for name, row in every_row.items() if name in chosen}
         columns = dict.fromkeys(k for row in rows.values() for k, words in row.items() if words)
         cells = [[kind, *columns]]
         cells += [[name, *(row[k] for k in columns)] for name, row in rows.items()]
@@ -55,6 +63,14 @@ def screen(state: RunState, width: int) -> Iterator[str]:
         for first, *rest in [[""], *cells] if rows else ():
             others = (f"  {word:>{w}}" for word, w in zip(rest, widths[1:], strict=False))
             yield (first.ljust(widths[0]) + "".join(others)).rstrip()
+        if len(every_row) > len(rows):
+            yield f"and {len(every_row) - len(rows)} more"
+        left = max(left - len(rows) - 2, _FEWEST)
+
+
+def _stands_out(name: str, row: dict[str, str]) -> tuple[bool, int, float]:
+    number = float(row["loss"]) if row.get("loss") else 0.0
+    return "slow" in name or row.get("state") == "gone", int(row.get("starts") or 0), number
 
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:

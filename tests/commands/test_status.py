@@ -132,6 +132,31 @@ def test_a_run_of_peers_has_a_row_for_each(tmp_path):
     assert [row.replace("(slow)", "").split()[1] for row in table[1:]] == ["ended", "ended", "gone"]
 
 
+def test_32_peers_fit_into_80_by_40(tmp_path):
+    """Those that stand out are shown, all of them where the output is no terminal."""
+    write_json_atomic(tmp_path / "config.json", {"steps": 20, "trainer": "peers"})
+    with MetricWriter(tmp_path) as writer:
+        writer.write(8, {"train/loss": 2.0, "perf/step_time_s": 0.1, "eval/loss": 1.0})
+    for k in range(9):
+        goodput_file.add_incident(tmp_path, f"peer {k} was killed; 31 continue")
+    for rank in range(32):
+        folder = tmp_path / "peers" / str(rank)
+        for generation in range(3 if rank == 30 else 1):
+            EventLog(folder, generation).end(4, 0)
+        with MetricWriter(folder) as writer:
+            writer.write(4, {"train/loss": 2.0 - rank / 100, "perf/step_time_s": 1.0})
+    peers = {str(rank): {"steps": 4, "alive": rank != 29} for rank in range(32)}
+    write_json_atomic(tmp_path / "peers.json", {"peers": peers})
+    state = run_state.read(tmp_path)
+    shown = list(status.screen(state, 80, 40))
+    assert len(shown) <= 39 and all(len(line) <= 80 for line in shown[1:])
+    ranks = [line.split()[0] for line in shown[shown.index("") + 2 : -1]]
+    assert {"0", "29", "30"} <= set(ranks) and shown[-1] == f"and {32 - len(ranks)} more"
+    for height in (10, 0):
+        rows = list(status.screen(state, 80, height))
+        assert sum("trains" in line for line in rows) == (3 if height else 31)
+
+
 def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monkeypatch):
     """Each writes its own; process 1 computes for longer than the other."""
     folder = shutil.copytree(finished, tmp_path / "run")
