@@ -73,7 +73,7 @@ def alternating_exp_ring(n: int, *, replicas_per_node: int) -> list[Round]:
             f"replicas_per_node {replicas_per_node}; use one_peer_exp"
             f"{'' if n & (n - 1) else ' or hypercube'}"
         )
-    rounds = []
+    rounds: list[Round] = []
     for i in range(nodes.bit_length() - 1):
         pairs = [(j, j ^ 2**i) for j in range(nodes) if j < j ^ 2**i]
         for parity in (0, 1):
@@ -144,7 +144,8 @@ def _base(n: int, k: int) -> list[np.ndarray]:
 
 def _hyper_hypercube(n: int, k: int) -> list[np.ndarray]:
     """Round l averages the replicas that differ in digit l, the fastest digit first."""
-    rounds, stride = [], 1
+    rounds: list[np.ndarray] = []
+    stride = 1
     for digit in _fewest_factors(n, k):
         mean = np.full((digit, digit), 1 / digit)
         rounds.append(np.kron(np.kron(np.eye(n // (stride * digit)), mean), np.eye(stride)))
@@ -156,8 +157,10 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
     if _split_factors(n, k)[1] == 1:
         return _hyper_hypercube(n, k)
     # One part per digit a of n, the highest first: (a, (k+1)^p), a sets of (k+1)^p replicas.
-    parts, first = [], 0
-    for size in reversed([(k + 1) ** p for p in range(n.bit_length())]):
+    parts: list[np.ndarray] = []
+    first = 0
+    for p in reversed(range(n.bit_length())):
+        size: int = (k + 1) ** p
         count = (n - first) // size
         if count:
             parts.append(np.arange(first, first + count * size).reshape(count, size))
@@ -165,7 +168,7 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
     inside = [_hyper_hypercube(part.size, k) for part in parts]  # the whole part
     again = [_hyper_hypercube(part.shape[1], k) for part in parts]  # each of its sets
     start = len(inside[0])
-    rounds = []
+    rounds: list[np.ndarray] = []
     for m in range(start + 1 + len(again[0])):
         matrix = np.eye(n)
         for index, part in enumerate(parts):
@@ -191,7 +194,7 @@ def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> 
     time.
     """
     count, size = part.shape
-    after = np.arange(part[-1, -1] + 1, part[0, 0] + remaining)
+    after = np.arange(int(part[-1, -1]) + 1, int(part[0, 0]) + remaining)
     for members in part:
         for replica, met in zip(after, members[size - len(after) :], strict=True):
             weight = part.size / (count * remaining)
@@ -232,8 +235,6 @@ def _fewest_factors(n: int, k: int) -> tuple[int, ...]:
 def random_matching(
     n: int, *, rounds: int = 8, seed: int = 0, degree: int | None = None, probability: float = 1.0
 ) -> list[Round]:
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
     if not 0 < probability <= 1:
         raise ValueError(f"probability must be above 0 and at most 1, got {probability}")
     rng = _random_state(seed)
@@ -273,8 +274,6 @@ def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Roun
 
 
 def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
     rng = _random_state(seed)
 
     def draw():
@@ -367,7 +366,7 @@ def _regular(n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
         neighbours = np.zeros((n, n), bool)
         ends = np.repeat(np.arange(n), degree)
         while len(ends):
-            rejected = []
+            rejected: list[int] = []
             for i, j in rng.permutation(ends).reshape(-1, 2):
                 if i == j or neighbours[i, j]:
                     rejected += [i, j]

@@ -86,11 +86,7 @@ def make(
     >>> make("random_regular(seed=1, degree=3)", 8).name
     'random_regular(degree=3, seed=1)'
     """
-    if not isinstance(name, str):
-        raise ValueError(f"the name of a schedule must be a text, got {shown(name)}")
-    for what, value in (("num_replicas", num_replicas), ("replicas_per_node", replicas_per_node)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise ValueError(f"{what} of a schedule must be a whole number, got {shown(value)}")
+    _check_types(name, num_replicas, replicas_per_node)
     # Without parameters, the likelier mistake is the name.
     is_plain = "(" not in name and name.strip() not in _BUILDERS
     spec, build = _bound(Spec(name) if is_plain else parse(name), parameters)
@@ -106,6 +102,14 @@ def make(
         check_matrix(rnd.matrix, num_replicas, r, spec.name in COLUMN_STOCHASTIC)
     check_connected(schedule.name, [rnd.matrix for rnd in schedule.rounds])
     return schedule
+
+
+def _check_types(name: Any, num_replicas: Any, replicas_per_node: Any) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a schedule must be a text, got {shown(name)}")
+    for what, value in (("num_replicas", num_replicas), ("replicas_per_node", replicas_per_node)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ValueError(f"{what} of a schedule must be a whole number, got {shown(value)}")
 
 
 def repeat(schedule: Schedule, times: int) -> Schedule:
@@ -144,8 +148,6 @@ def hierarchical(
 
 
 def periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> list[Round]:
-    if every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
     (average,) = graphs.complete(n)
     rounds = make(str(inner), n).rounds
     return [
@@ -155,6 +157,7 @@ def periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> 
 
 
 Builder = Callable[..., Sequence[Round]]
+_Build = Callable[[int, int], list[Round]]  # of n and replicas_per_node
 
 _BUILDERS: dict[str, Builder] = {
     "complete": graphs.complete,
@@ -213,7 +216,7 @@ def _check_rounds(name: str, rounds: Any, n: int) -> None:
     )
 
 
-def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
+def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, _Build]:
     """The spec of `Schedule.name`, and ``build(n, replicas_per_node)``.
 
     Checks everything that does not depend on n, also in nested schedules.
@@ -233,14 +236,16 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
 
     def build(n: int, replicas_per_node: int) -> list[Round]:
         for key in ("rounds", "every"):
-            _check_rounds(spec.name, given.get(key, 1), n)
+            count: Any = given.get(key, 1)
+            _check_rounds(spec.name, count, n)
+            if count < 1:
+                raise ValueError(f"{spec.name}: {key} must be at least 1, got {count}")
+        nodes = {"replicas_per_node": replicas_per_node} if needs_nodes else {}
         try:
-            rounds = builder(
-                n, **({"replicas_per_node": replicas_per_node} if needs_nodes else {}), **given
-            )
+            rounds = builder(n, **nodes, **given)
         except ValueError as error:
             raise ValueError(f"{spec.name} of {n} replicas: {error}") from None
-        if not isinstance(rounds, list | tuple) or not all(isinstance(r, Round) for r in rounds):
+        if not isinstance(rounds, list | tuple) or set(map(type, rounds)) - {Round}:
             raise ValueError(f"{spec.name} must give a list of rounds, got {shown(rounds)}")
         return list(rounds)
 

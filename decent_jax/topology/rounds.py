@@ -100,7 +100,7 @@ class Round:
         node = replicas // replicas_per_node
         sent = np.zeros(node[-1] + 1)
 
-        def count(sources, models):
+        def count(sources: np.ndarray, models: float) -> None:
             receivers = np.flatnonzero(sources >= 0)
             leaves = node[sources[receivers]] != node[receivers]
             np.add.at(sent, node[sources[receivers[leaves]]], models)
@@ -255,7 +255,7 @@ def _matchings(support: np.ndarray, degree: int) -> list[np.ndarray]:
     lacking_rows = np.repeat(np.arange(len(real)), degree - real.sum(axis=1))
     lacking_columns = np.repeat(np.arange(len(real)), degree - real.sum(axis=0))
     np.add.at(padded, (lacking_rows, lacking_columns), 1)
-    matchings = []
+    matchings: list[np.ndarray] = []
     for _ in range(degree):
         sender = maximum_bipartite_matching(csr_array(padded > 0), perm_type="column")
         receiver = np.arange(len(real))

@@ -65,7 +65,7 @@ class Schedule:
     @functools.cached_property
     def _first(self) -> list[int]:
         """For each round, the number of the first round that is the same object."""
-        where = {}
+        where: dict[int, int] = {}
         return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
     def bytes_sent(self, model_bytes: float, *, replicas_per_node: int = 1) -> float:
@@ -146,7 +146,8 @@ class Schedule:
         {'name': 'one_peer_exp', 'num_replicas': 8, 'period': 3, 'degree': 1, 'spectral_gap': 1.0,
          'consensus_rate': 0.0, 'exact_after': 3, 'models_sent': 1.0, 'bytes_sent': 1000.0}
         """
-        numbers = {
+        sent = {} if model_bytes is None else {"bytes_sent": self.bytes_sent(model_bytes)}
+        return {
             "name": self.name,
             "num_replicas": self.num_replicas,
             "period": self.period,
@@ -155,10 +156,8 @@ class Schedule:
             "consensus_rate": self.consensus_rate(),
             "exact_after": self.exact_after(),
             "models_sent": self.bytes_sent(1),
+            **sent,
         }
-        if model_bytes is not None:
-            numbers["bytes_sent"] = self.bytes_sent(model_bytes)
-        return numbers
 
     @property
     def partial_groups(self) -> bool:

@@ -23,6 +23,8 @@ from decent_jax.ground.format import shown
 
 _LONGEST = 300  # characters; this also bounds how deeply schedules are nested
 
+_NUMPY_SCALAR: Any = np.generic  # of any type
+
 Value = Union[int, float, "Spec"]
 
 
@@ -71,7 +73,8 @@ def _spec(node: ast.expr) -> Spec:
         case ast.Call(ast.Name(name), unnamed, named):
             given = [(None, value) for value in unnamed] + [(k.arg, k.value) for k in named]
             return Spec(name, tuple((key, _value(value)) for key, value in given))
-    raise ValueError
+        case _:
+            raise ValueError
 
 
 def _value(node: ast.expr) -> Value:
@@ -124,7 +127,7 @@ def _takes(parameters: Mapping[str, inspect.Parameter]) -> str:
 def _read(name: str, key: str, value: Any, annotation: Any) -> Value:
     """``value`` in the type of the parameter; NumPy scalars are accepted."""
     kinds = getattr(annotation, "__args__", (annotation,))
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if isinstance(value, _NUMPY_SCALAR) else value
     if Spec in kinds:
         value = parse(value) if isinstance(value, str) else value
         accepted, wanted = Spec, "a schedule"

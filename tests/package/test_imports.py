@@ -53,7 +53,7 @@ COMMAND_FILES = {
 # The most lines of code of each room, without blanks, comments and docstrings. Who raises a number
 # says in the commit what needs the lines.
 MOST_LINES = {
-    "topology": 791,
+    "topology": 794,
     "gossip": 866,
     "replicas": 202,
     "optim": 1377,
