@@ -7,7 +7,8 @@ plain functions of arrays: call them with or without `jax.jit`, on sharded array
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax.gossip.permute import at_least_float32, clean
 from decent_jax.ground.format import shown
+from decent_jax.ground.pytree import PyTree
 
 
 def __dir__() -> list[str]:
@@ -28,9 +30,13 @@ def __dir__() -> list[str]:
 class TrainState(NamedTuple):
     """Everything a training step changes; every leaf is stacked, (n, ...)."""
 
-    params: Any
-    model_state: Any
-    opt_state: Any
+    params: PyTree
+    model_state: PyTree
+    opt_state: PyTree
+
+
+Code = Callable[..., PyTree]  # for one device or one replica
+_ARRAYS: Any = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +96,15 @@ class Placement:
         """The sharding of stacked examples (n, B, ...): B is divided if ``fsdp`` divides it."""
         return self._sharded(shape, range(1, min(len(shape), 2)))
 
-    def place_all(self, tree: Any) -> Any:
+    def place_all(self, tree: PyTree) -> PyTree:
         """Inside `jax.jit`: the training state, its stacked arrays constrained to `sharding`."""
-        return jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x.shape)), tree
-        )
 
-    def _sharded(self, shape, dimensions) -> NamedSharding:
+        def constrained(x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))  # pyright: ignore
+
+        return jax.tree.map(constrained, tree)
+
+    def _sharded(self, shape: tuple[int, ...], dimensions: Iterable[int]) -> NamedSharding:
         fits = [d for d in dimensions if shape[d] % self.fsdp == 0 and shape[d]]
         if self.fsdp == 1 or not fits:
             return self.stacked
@@ -115,17 +123,17 @@ class Placement:
         local = [k for k, device in devices if device.process_index == jax.process_index()]
         return [k * self.block + row for k in local for row in range(self.block)]
 
-    def put(self, local: Any) -> Any:
+    def put(self, local: PyTree) -> PyTree:
         """The global arrays (n, B, ...) of arrays stacked over `local_replicas`, (L, B, ...).
 
         The B examples of a replica are sharded over its devices if their number divides B.
         """
         rows = {replica: row for row, replica in enumerate(self.local_replicas)}
 
-        def put(x):
+        def put(x: np.ndarray) -> jax.Array:
             shape = (self.num_replicas, *x.shape[1:])
 
-            def shard(index):
+            def shard(index: Any) -> np.ndarray:
                 row = rows[index[0].start or 0]
                 return x[row : row + self.block, *index[1:]]
 
@@ -137,7 +145,7 @@ class Placement:
         """The block of one device, on its own."""
         return place(self.block, [device])
 
-    def on_devices(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def on_devices(self, body: Code, in_specs: PyTree, out_specs: PyTree) -> Code:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 
         For replicas of several devices it is code for one replica, whose arrays XLA partitions.
@@ -151,7 +159,7 @@ class Placement:
             check_vma=False,  # as blocks and means of groups need
         )
 
-    def per_replica(self, fn: Callable) -> Callable:
+    def per_replica(self, fn: Code) -> Code:
         """Code for one replica, applied to (block, ...) arguments inside `on_devices`.
 
         It is `jax.vmap` even for a block of one: XLA's CPU compiler updates arrays in place if they
@@ -159,19 +167,23 @@ class Placement:
         """
         return jax.vmap(fn, axis_name="block" if self.block > 1 else None)
 
-    def per_replica_alone(self, fn: Callable, *, loop: bool = False) -> Callable:
+    def per_replica_alone(self, fn: Code, *, loop: bool = False) -> Code:
         """Like `per_replica`, for code without communication: a single replica is not vmapped.
 
         ``loop=True`` runs the replicas of a block sequentially (`jax.lax.map`), which needs less
         memory.
         """
-        if self.block == 1:
-            return lambda *args: jax.tree.map(
-                lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args))
-            )
-        if loop:
-            return lambda *args: jax.lax.map(lambda own: fn(*own), args)
-        return self.per_replica(fn)
+
+        def alone(*args: PyTree) -> PyTree:
+            return jax.tree.map(_as_row, fn(*take(args, 0)))
+
+        def of_one(own: tuple[PyTree, ...]) -> PyTree:
+            return fn(*own)
+
+        def in_turn(*args: PyTree) -> PyTree:
+            return jax.lax.map(of_one, args)  # pyright: ignore
+
+        return alone if self.block == 1 else in_turn if loop else self.per_replica(fn)
 
     def replica_ids(self) -> jax.Array:
         """(block,) int32, inside `on_devices`: which replicas this device holds."""
@@ -216,9 +228,7 @@ def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1
     return Placement(num_replicas, mesh)
 
 
-def create(
-    init: Callable[[jax.Array], Any], num_replicas: int, key: jax.Array, *, identical: bool = True
-) -> Any:
+def create(init: Code, num_replicas: int, key: jax.Array, *, identical: bool = True) -> PyTree:
     """A stacked tree: ``init(key)`` for every replica, or each replica's own draw.
 
     Args:
@@ -229,21 +239,31 @@ def create(
     """
     if identical:
         return broadcast(init(key), num_replicas)
-    return jax.vmap(lambda key: _arrays(init(key)))(jax.random.split(key, num_replicas))
+
+    def draw(key: jax.Array) -> PyTree:
+        return _arrays(init(key))
+
+    return jax.vmap(draw)(jax.random.split(key, num_replicas))
 
 
-def broadcast(tree: Any, num_replicas: int) -> Any:
+def broadcast(tree: PyTree, num_replicas: int) -> PyTree:
     """Every replica equal to ``tree``."""
-    return jax.tree.map(
-        lambda x: jnp.broadcast_to(x[None], (num_replicas, *x.shape)), _arrays(tree)
-    )
+
+    def stack(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
+
+    return jax.tree.map(stack, _arrays(tree))
 
 
-def _arrays(tree: Any) -> Any:
+def _as_row(x: jax.Array) -> jax.Array:
+    return x[None]
+
+
+def _arrays(tree: PyTree) -> PyTree:
     """The tree with numbers as arrays; raises TypeError, naming the leaf, for anything else."""
 
-    def array(path, x):
-        if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    def array(path: tuple[Any, ...], x: Any) -> Any:
+        if isinstance(x, _ARRAYS):
             return x
         if isinstance(x, np.generic | bool | int | float | complex):
             return jnp.asarray(x)
@@ -256,12 +276,12 @@ def _arrays(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(array, tree)
 
 
-def take(stacked: Any, replica: int) -> Any:
+def take(stacked: PyTree, replica: int) -> PyTree:
     """One replica's own tree."""
-    return jax.tree.map(lambda x: x[replica], stacked)
+    return jax.tree.map(operator.itemgetter(replica), stacked)
 
 
-def finite(stacked: Any) -> jax.Array:
+def finite(stacked: PyTree) -> jax.Array:
     """(n,) bool: which replicas hold only finite numbers."""
     leaves = jax.tree.leaves(stacked)
     flags = [_finite(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -275,8 +295,8 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def consensus_mean(
-    stacked: Any, weights: jax.Array | None = None, counts: jax.Array | None = None
-) -> Any:
+    stacked: PyTree, weights: jax.Array | None = None, counts: jax.Array | None = None
+) -> PyTree:
     """The consensus model: the mean over the replicas that are finite.
 
     Integers, such as step counts, give the largest; random keys the first. An array that is not
@@ -292,7 +312,7 @@ def consensus_mean(
     """
     ok = _sound(stacked) if counts is None else counts
 
-    def mean(x):
+    def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return _mean(x, ok)
         rows = ok & _finite(x)
@@ -301,7 +321,7 @@ def consensus_mean(
     return jax.tree.map(mean, stacked)
 
 
-def _sound(stacked: Any) -> jax.Array:
+def _sound(stacked: PyTree) -> jax.Array:
     """`finite`, ignoring arrays that are not finite on any replica."""
     flags = [_finite(x) for x in jax.tree.leaves(stacked) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return finite([jnp.where(of_x | ~of_x.any(), 0.0, jnp.nan) for of_x in flags])
@@ -335,30 +355,30 @@ class Consensus(NamedTuple):
     relative: jax.Array  # shape=(): the same over ||mean||
 
 
-def consensus_distance(stacked: Any) -> Consensus:
+def consensus_distance(stacked: PyTree) -> Consensus:
     """Distances of the replicas from their mean, in float32, over all leaves at once.
 
     Integers and random keys are ignored.
     """
     stacked = [x for x in jax.tree.leaves(stacked) if jnp.issubdtype(x.dtype, jnp.inexact)]
     ok = finite(stacked)
-    mean = jax.tree.map(lambda x: _mean(x, ok), stacked)
+    mean = [_mean(x, ok) for x in stacked]
 
-    def squares(x, centre):
+    def squares(x: jax.Array, centre: jax.Array) -> jax.Array:
         gap = jnp.abs(clean(x - centre[None], ok)).astype(jnp.float32)
         return jnp.square(gap).reshape(len(x), math.prod(x.shape[1:])).sum(axis=1)
 
-    of_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
-    norm = sum(jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
+    of_replica = jnp.asarray(sum(map(squares, stacked, mean)))
+    norm = sum(jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in mean)
     distance = jnp.sqrt(of_replica.sum() / ok.sum())
     return Consensus(distance, distance / jnp.sqrt(norm))
 
 
 def resize(
-    stacked: Any,
+    stacked: PyTree,
     num_replicas: int,
     weights: jax.Array | None = None,
     counts: jax.Array | None = None,
-) -> Any:
+) -> PyTree:
     """Another number of replicas, all equal: see `consensus_mean`."""
     return broadcast(consensus_mean(stacked, weights, counts), num_replicas)

@@ -9,6 +9,8 @@
 | `mixing` | `mix`, `mix_on`, `on_mesh`, `mean`, `receive`: the public functions | all |
 """
 
+from decent_jax.gossip.mixing import Between as Between
+from decent_jax.gossip.mixing import RoundId as RoundId
 from decent_jax.gossip.mixing import Simulated as Simulated
 from decent_jax.gossip.mixing import check_coded as check_coded
 from decent_jax.gossip.mixing import mean as mean

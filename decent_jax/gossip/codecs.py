@@ -68,11 +68,12 @@ def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
     if codec is None:
         return 4 * math.prod(shape)
 
-    def parts():
+    def parts() -> Parts:
         noise = codec.noise(jax.random.key(0), shape)
         return codec.encode(jnp.zeros(shape, jnp.float32), noise)
 
-    return sum(part.size * part.dtype.itemsize for part in jax.eval_shape(parts))
+    shapes: Parts = jax.eval_shape(parts)  # pyright: ignore[reportUnknownMemberType]
+    return sum(part.size * part.dtype.itemsize for part in shapes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ quantized all-reduce: every replica sends each owner its chunk, and owners send 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ import numpy as np
 
 from decent_jax import cpu
 from decent_jax.gossip import permute
-from decent_jax.gossip.codecs import Codec
+from decent_jax.gossip.codecs import Codec, Parts
 from decent_jax.gossip.permute import ReplicaAxis, expand, squared_norm
+from decent_jax.ground.pytree import PyTree
 from decent_jax.topology import Round
 from decent_jax.topology.rounds import kron, round_of
 
@@ -32,7 +33,7 @@ def means(
       a non-finite one takes the mean of its finite members, or NaN if there are none.
     """
 
-    def mean(x):
+    def mean(x: jax.Array) -> jax.Array:
         wide = x.astype(permute.at_least_float32(x))
         total = _sum(permute.clean(wide, finite), g, axis)
         if finite is None:
@@ -50,7 +51,7 @@ def mix(
     rnd: Round,
     axis: ReplicaAxis,
     finite: jax.Array | None = None,
-    after: Any = None,
+    after: PyTree = None,
 ) -> list[jax.Array]:
     """A round in which groups average inside, then mix their means: one message per group.
 
@@ -78,7 +79,7 @@ def mix(
     weights = permute.coefficients(between, parts, None if count is None else count > 0)
     never = None if after is None else axis.lift(_never(after)).any()
 
-    def mix_leaf(leaf):
+    def mix_leaf(leaf: jax.Array) -> jax.Array:
         wide = axis.lift(leaf).astype(permute.at_least_float32(leaf))
         total = groups.sums(permute.clean(wide, finite))
         size = rnd.group_size if count is None else expand(count, total)
@@ -92,7 +93,7 @@ def mix(
     return permute.together(mix_leaf, leaves, axis)
 
 
-def _never(after: Any) -> jax.Array:
+def _never(after: PyTree) -> jax.Array:
     """() bool, always False, but unknown before ``after``: whether a squared norm is negative.
 
     XLA must not see that it is constant, and the norms of gradients are needed anyway. XLA on GPUs
@@ -119,7 +120,7 @@ def coded_means(
     codec: Codec | None,
     key: jax.Array | None,
     finite: jax.Array | None = None,
-    between: Any = None,
+    between: PyTree = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     r"""The mean over each replica's group of g, and the replica's own decoded message.
 
@@ -153,35 +154,35 @@ def coded_means(
     rows_of_chunk = -(-vector.size // (g * ROW))
     fill = g * rows_of_chunk * ROW - vector.size
     x = permute.clean(axis.lift(vector), finite)
-    chunks = jnp.pad(x, ((0, 0), (0, fill))).reshape(len(x), g, rows_of_chunk, ROW)
+    chunks = permute.pad(x, ((0, 0), (0, fill))).reshape(len(x), g, rows_of_chunk, ROW)
     replicas = axis.rows(np.arange(axis.devices * axis.block))
 
-    def coded(x, nth):
+    def coded(x: jax.Array, nth: int) -> Parts:
         noise = None
         if codec is not None and key is not None:
-            own, shape = jax.random.fold_in(key, nth), (x.size // (len(replicas) * ROW), ROW)
-            keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(replicas)
-            noise = jax.vmap(lambda key, codec=codec: codec.noise(key, shape))(keys)
+            shape = (x.size // (len(replicas) * ROW), ROW)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, nth), replicas)
+            noise = jax.vmap(functools.partial(codec.noise, shape=shape))(keys)
             noise = None if noise is None else noise.reshape(x.shape)
         # The barrier keeps XLA from rounding the decoded numbers again, and differently.
         parts = (x,) if codec is None else codec.encode(x, noise)
-        return jax.lax.optimization_barrier(parts)
+        return permute.barrier(parts)
 
-    def decoded(parts):
+    def decoded(parts: Parts) -> jax.Array:
         if codec is None:
             return parts[0]
         shape = (*parts[0].shape[:-1], ROW)
         return codec.decode(parts, jnp.zeros(shape, vector.dtype))
 
     sent = coded(chunks, 0)
-    shares = decoded(jax.tree.map(lambda x: groups.to_owners(x, between), sent))
+    shares = decoded(tuple(groups.to_owners(part, between) for part in sent))
     count = jnp.full(len(shares), g, vector.dtype)
     if finite is not None:
         count = groups.totals(finite.astype(vector.dtype))
     total = shares.sum(axis=1, dtype=permute.at_least_float32(shares))
     owned = total / permute.expand(jnp.maximum(count, 1), shares[:, 0])
     owned = owned.astype(wide)
-    mean = decoded(jax.tree.map(groups.from_owners, coded(owned, 1)))
+    mean = decoded(tuple(map(groups.from_owners, coded(owned, 1))))
     mean, own = (rows.reshape(len(rows), -1)[:, : vector.size] for rows in (mean, decoded(sent)))
     count, mean = (jnp.repeat(rows, len(x) // len(shares), axis=0) for rows in (count, mean))
     if finite is not None:
@@ -196,7 +197,7 @@ def _as_vector(
     """All numbers as one vector of one dtype, and the function that restores the arrays."""
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
 
-    def put_back(vector):
+    def put_back(vector: jax.Array) -> list[jax.Array]:
         parts = zip(jnp.split(vector, ends), leaves, strict=True)
         return [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in parts]
 
@@ -253,7 +254,7 @@ class Groups:
         local = self.local_sums(rows)
         if self.devices == 1:
             return local
-        flat = jnp.pad(local.reshape(-1), (0, -local.size % self.devices))
+        flat = permute.pad(local.reshape(-1), (0, -local.size % self.devices))
         members, scatter = self.members(flat), jax.lax.psum_scatter
         return scatter(flat, self.axis.device_axis, axis_index_groups=members, tiled=True)[None]
 
@@ -261,12 +262,12 @@ class Groups:
         """Each replica's own copy of its group's array, of that shape."""
         if self.devices == 1:
             row = jax.lax.axis_index(self.axis.block_axis) // self.size
-            return jax.lax.dynamic_index_in_dim(parts, row, keepdims=False)
+            return permute.nth(parts, row)
         members, gather = self.members(parts), jax.lax.all_gather
         whole = gather(parts[0], self.axis.device_axis, axis_index_groups=members, tiled=True)
         return whole[: math.prod(shape)].reshape(shape)
 
-    def to_owners(self, chunks: jax.Array, between: Any = None) -> jax.Array:
+    def to_owners(self, chunks: jax.Array, between: PyTree = None) -> jax.Array:
         """(block, size, ...), a chunk for each member, to (parts, size, chunks owned here, ...).
 
         The owner of a group's k-th chunk is its k-th member; the second axis counts the senders.
@@ -286,7 +287,7 @@ class Groups:
             sent = for_device[(me + shift) % c]
             by_shift.append(jax.lax.ppermute(sent, self.axis.device_axis, pairs))
         if between is not None:
-            by_shift, _ = jax.lax.optimization_barrier((by_shift, between))
+            by_shift, _ = permute.barrier((by_shift, between))
         by_sender = jnp.stack(by_shift)[(me - jnp.arange(c)) % c]
         return by_sender.reshape(1, self.size, *by_sender.shape[2:])
 

@@ -27,9 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax import cpu
 from decent_jax.gossip import groups, permute
-from decent_jax.gossip.codecs import Codec
+from decent_jax.gossip.codecs import Codec, Parts
 from decent_jax.gossip.permute import AxisName, ReplicaAxis
 from decent_jax.gossip.sparse import ChunkedTopK, TopK
+from decent_jax.ground.pytree import PyTree
 from decent_jax.topology import Round, Schedule, Send
 
 
@@ -45,6 +46,20 @@ class Simulated(NamedTuple):
 
     round: int
     matrix: jax.Array
+
+
+RoundId = int | Simulated | None
+
+
+class Between(NamedTuple):
+    """Arrays in the middle of a message, such as the parameters after half of the steps it takes.
+
+    A group mean has two stages, chunks to their owners and means back, and the second waits for
+    these arrays: XLA hides each stage behind a loop of steps, but not a mean in one piece (jaxlib
+    0.12). If groups send to each other, their last phase waits.
+    """
+
+    arrays: PyTree
 
 
 def number(round: Any) -> Any:
@@ -68,17 +83,16 @@ def number(round: Any) -> Any:
 
 @jax.named_scope("mix")
 def mix(
-    tree: Any,
+    tree: PyTree,
     schedule: Schedule,
-    round: int | Simulated | None,
+    round: RoundId,
     axis_name: AxisName = "replica",
     *,
     finite: jax.Array | None = None,
     codec: Codec | None = None,
     key: jax.Array | None = None,
-    after: Any = None,
-    between: Any = None,
-) -> Any:
+    after: PyTree | Between = None,
+) -> PyTree:
     """``x_i <- sum_j W_ij x_j`` with W the matrix of ``round``; None communicates nothing.
 
     Args:
@@ -100,11 +114,7 @@ def mix(
       key: for random formats; the same on all replicas, different in every step.
       after: optional arrays, such as the gradients of this step. If groups send to each other, the
         last phase (inside the groups) waits for them, so that the messages may travel during their
-        computation. It changes no number.
-      between: optional arrays, such as the parameters after half of the steps that the messages
-        may take. A group mean then has two stages, chunks to their owners, and means back after
-        these arrays: XLA hides each stage behind a loop of steps, but not a mean in one piece
-        (jaxlib 0.12). If groups send to each other, it acts like ``after``.
+        computation. It changes no number. `Between` also makes a group mean wait.
 
     Returns:
       The mixed tree, same shapes and dtypes.
@@ -125,26 +135,28 @@ def mix(
             "differences and keep the rest"
         )
     axis = ReplicaAxis.of(schedule, axis_name)
-    flag = None if finite is None else axis.lift(finite)
     rnd = _round(schedule, round)
-    simulated = round.matrix if isinstance(round, Simulated) else None
-    averages = simulated is None and rnd.group_size > 1 and not rnd.sends
+    if isinstance(round, Simulated) and codec is None:
+        return put_back(_mixed_by_matrix(leaves, round.matrix, axis, finite))
+    flag = None if finite is None else axis.lift(finite)
+    between = None
+    if isinstance(after, Between):
+        after = between = after.arrays
+    averages = rnd.group_size > 1 and not rnd.sends and not isinstance(round, Simulated)
     if averages and (codec is not None or between is not None):
         mixed, _ = groups.coded_means(leaves, rnd.group_size, axis, codec, key, flag, between)
         return put_back(mixed)
     if codec is not None:
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
 
-        def moved(x, arrived, own):
+        def moved(x: jax.Array, arrived: jax.Array, own: jax.Array) -> jax.Array:
             # A replica that is not finite keeps nothing: it takes the received average.
             kept = x - own if finite is None else jnp.where(finite, x - own, jnp.zeros_like(x))
             return arrived + kept
 
         return put_back(map(moved, leaves, arrived, own))
-    if simulated is not None:
-        return put_back(_mixed_by_matrix(leaves, simulated, axis, finite, flag))
     if rnd.between_groups is not None:
-        return put_back(groups.mix(leaves, rnd, axis, flag, between if after is None else after))
+        return put_back(groups.mix(leaves, rnd, axis, flag, after))
     rows = [axis.lift(leaf) for leaf in leaves]
     if rnd.group_size > 1:
         rows, flag = groups.means(rows, rnd.group_size, axis, flag)
@@ -157,7 +169,7 @@ def mix(
     return put_back(mixed)
 
 
-def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]:
+def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[Any]], PyTree]]:
     """The arrays of a tree to mix, and a function that replaces them.
 
     Empty arrays are left out and do not change.
@@ -175,14 +187,16 @@ def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]
             )
     leaves = [leaf for _, leaf in paths]
 
-    def put_back(mixed):
+    def put_back(mixed: Iterable[Any]) -> PyTree:
         new = iter(mixed)
         return structure.unflatten([next(new) if jnp.size(x) else x for x in leaves])
 
     return [x for x in leaves if jnp.size(x)], put_back
 
 
-def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "replica") -> Callable:
+def on_mesh(
+    fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, axis_name: AxisName = "replica"
+) -> Callable[..., PyTree]:
     """Code for one replica as a function of stacked trees (n, ...), for use inside `jax.jit`.
 
     It is `jax.vmap` inside a `jax.shard_map`, so each device sends only the messages of its own
@@ -214,8 +228,8 @@ def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "repl
 
     split, manual = P(devices), set(devices)
 
-    def mapped(*stacked, **same_for_all):
-        def body(*own):
+    def mapped(*stacked: PyTree, **same_for_all: Any) -> PyTree:
+        def body(*own: PyTree) -> PyTree:
             rows = len(jax.tree.leaves(own)[0])
             if block is None and rows > 1:
                 raise ValueError(
@@ -234,7 +248,7 @@ def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "repl
 
 def mix_on(
     mesh: Mesh | AbstractMesh,
-    tree: Any,
+    tree: PyTree,
     schedule: Schedule,
     round: int | None,
     axis_name: AxisName = "replica",
@@ -242,7 +256,7 @@ def mix_on(
     finite: jax.Array | None = None,
     codec: Codec | None = None,
     key: jax.Array | None = None,
-) -> Any:
+) -> PyTree:
     """`mix` of stacked arrays (n, ...) that lie along a mesh axis, for use inside `jax.jit`.
 
     With ``tx.update(..., mixed=...)`` (`decent_jax.optim.Method`) the rest of a step needs no
@@ -254,14 +268,14 @@ def mix_on(
       tree, schedule, round, codec, key: as in `mix`.
     """
 
-    def one(tree, finite):
+    def one(tree: PyTree, finite: jax.Array | None) -> PyTree:
         return mix(tree, schedule, round, axis_name, finite=finite, codec=codec, key=key)
 
     return tree if round is None else on_mesh(one, mesh, axis_name)(tree, finite)
 
 
 def mix_coded(
-    tree: Any,
+    tree: PyTree,
     schedule: Schedule,
     round: int | Simulated,
     axis_name: AxisName,
@@ -269,7 +283,7 @@ def mix_coded(
     key: jax.Array | None,
     *,
     finite: jax.Array | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of encoded messages, and the own one, decoded.
 
     Arguments as in `mix`.
@@ -285,7 +299,7 @@ def mix_coded(
     flag = None if finite is None else axis.lift(finite)
     weights = permute.coefficients(rnd, axis, flag)
     received = [_received(sent, send, axis) for send in rnd.sends]
-    mixed = []
+    mixed: list[jax.Array] = []
     for x, like, *arrived in zip(own, leaves, *received, strict=True):
         blocks = [axis.lift(part) for part in (x, *(codec.decode(p, like) for p in arrived))]
         mixed.append(axis.drop(permute.weighted_sum(blocks, weights, flag is not None)))
@@ -293,8 +307,8 @@ def mix_coded(
 
 
 def receive(
-    tree: Any, schedule: Schedule, round: int | Simulated, axis_name: AxisName = "replica"
-) -> list[tuple[Any, jax.Array]]:
+    tree: PyTree, schedule: Schedule, round: int | Simulated, axis_name: AxisName = "replica"
+) -> list[tuple[PyTree, jax.Array]]:
     """The messages of a round one by one: [(sender's tree, its weight)], weight 0 if there is none.
 
     For methods that inspect messages before they use them; `mix` is the weighted sum.
@@ -302,7 +316,7 @@ def receive(
     axis = ReplicaAxis.of(schedule, axis_name)
     rnd = _round(schedule, round)
 
-    def arrive(send):
+    def arrive(send: Send) -> tuple[PyTree, jax.Array]:
         weight = axis.drop(axis.rows(send.weights))
         if isinstance(round, Simulated):  # a message that is lost has no weight in its matrix
             sender = axis.drop(axis.rows(send.sources))
@@ -312,21 +326,21 @@ def receive(
     return [arrive(send) for send in rnd.sends]
 
 
-def _received(tree: Any, send: Send, axis: ReplicaAxis) -> Any:
+def _received(tree: PyTree, send: Send, axis: ReplicaAxis) -> PyTree:
     """One replica's ``tree`` as its sender has it."""
     leaves, structure = jax.tree.flatten(tree)
     rows = permute.receive_all([axis.lift(x) for x in leaves], send, axis)
     return structure.unflatten(map(axis.drop, rows))
 
 
-def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
+def mean(tree: PyTree, axis_name: AxisName = "replica") -> PyTree:
     """The mean over all replicas, for the all-reduce baseline. Shapes and dtypes unchanged.
 
     As in all sums over replicas, 16-bit numbers are added in float32 and rounded once.
     """
     axis = ReplicaAxis.over(axis_name)
 
-    def mean_leaf(leaf):
+    def mean_leaf(leaf: jax.Array) -> jax.Array:
         total = cpu.sum_rows(axis.lift(leaf).astype(permute.at_least_float32(leaf)))
         if axis.device_axis:
             total = jax.lax.psum(total, axis.device_axis)
@@ -336,13 +350,13 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
 
 
 def mean_coded(
-    tree: Any,
+    tree: PyTree,
     axis_name: AxisName,
     codec: Codec,
     key: jax.Array | None = None,
-    between: Any = None,
+    between: PyTree = None,
     clipped: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     With a sparse codec, every replica receives the messages of all others and adds them in the same
@@ -357,15 +371,15 @@ def mean_coded(
         return put_back(mean), put_back(own)
     sent, own = _coded(leaves, axis, codec, key)
 
-    def mean_leaf(x, parts):
-        rows = jax.tree.map(axis.gathered, parts)
-
+    def mean_leaf(x: jax.Array, parts: Parts) -> jax.Array:
+        rows = tuple(map(axis.gathered, parts))
         wide = permute.at_least_float32(x)
 
-        def norm(_, part):
-            return None, jnp.linalg.norm(codec.decode(part, x).astype(wide))
+        def norm(_: None, part: Parts) -> tuple[None, jax.Array]:
+            values = codec.decode(part, x).astype(wide)
+            return None, jnp.linalg.norm(values)  # pyright: ignore[reportUnknownVariableType]
 
-        def add(total, given):
+        def add(total: jax.Array, given: tuple[Parts, jax.Array]) -> tuple[jax.Array, None]:
             part, factor = given
             return total + factor * codec.decode(part, x).astype(wide), None
 
@@ -381,14 +395,14 @@ def mean_coded(
 
 def _coded(
     leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None
-) -> tuple[list, list]:
+) -> tuple[list[Parts], list[jax.Array]]:
     """For each array the encoded parts, and the array decoded from them."""
     noise = [None] * len(leaves)
     if key is not None:
         keys = jax.random.split(jax.random.fold_in(key, axis.replica()), len(leaves))
         noise = [codec.noise(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     # The barrier keeps XLA from rounding the decoded array again, differently from the message.
-    sent = jax.lax.optimization_barrier(list(map(codec.encode, leaves, noise)))
+    sent = permute.barrier(list(map(codec.encode, leaves, noise)))
     return sent, list(map(codec.decode, sent, leaves))
 
 
@@ -401,33 +415,36 @@ def check_coded(schedule: Schedule) -> None:
         )
 
 
-def _mixed_by_matrix(tree, matrix, axis, finite, flag):
+def _mixed_by_matrix(
+    leaves: list[jax.Array], matrix: jax.Array, axis: ReplicaAxis, finite: jax.Array | None
+) -> list[jax.Array]:
     """Rows weighted by a traced matrix; rows that are not finite are handled as in `mix`."""
     if axis.device_axis:
         raise ValueError(
             "a Simulated round needs all replicas on one device: use jax.vmap without "
             "jax.shard_map, or the number of the round"
         )
-    i = axis.replica()
+    i, flag = axis.replica(), None
     weights = matrix[i]
-    if flag is not None:
+    if finite is not None:
+        flag = axis.lift(finite)
         others = jnp.where(flag, weights, 0).at[i].set(0)
         kept = weights.sum() - others.sum()
         weights = jnp.where(finite, others.at[i].set(kept), others / others.sum())
 
-    def mix_leaf(leaf):
+    def mix_leaf(leaf: jax.Array) -> jax.Array:
         wide = permute.at_least_float32(leaf)
         rows = permute.clean(axis.lift(leaf), flag).astype(wide)
         return jnp.tensordot(weights.astype(wide), rows, 1, precision="highest").astype(leaf.dtype)
 
-    return jax.tree.map(mix_leaf, tree)
+    return list(map(mix_leaf, leaves))
 
 
-def _round(schedule: Schedule, round: Any) -> Round:
-    last, round = len(schedule.rounds) - 1, number(round)
-    if not 0 <= round <= last:
+def _round(schedule: Schedule, round: int | Simulated) -> Round:
+    last, index = len(schedule.rounds) - 1, int(number(round))
+    if not 0 <= index <= last:
         raise ValueError(
-            f"{schedule.name} has rounds 0 to {last}, got round {round}; "
+            f"{schedule.name} has rounds 0 to {last}, got round {index}; "
             "schedule.round_at(step) gives the round of a step"
         )
-    return schedule.rounds[round]
+    return schedule.rounds[index]

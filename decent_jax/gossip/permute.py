@@ -8,7 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from decent_jax.cpu import gloo
 from decent_jax.topology import Round, Schedule, Send
 
 AxisName = str | Sequence[str]
+Tree = TypeVar("Tree")
 SMALL = 64 * 1024  # bytes; arrays below it travel together
 
 
@@ -97,7 +98,7 @@ class ReplicaAxis:
         if self.block_axis is None:
             return rows[0]
         row = jax.lax.axis_index(self.block_axis)
-        return jax.lax.dynamic_index_in_dim(rows, row, keepdims=False)
+        return nth(rows, row)
 
     def replica(self) -> jax.Array:
         """() int32: the number of this replica."""
@@ -152,6 +153,21 @@ def at_least_float32(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
+def barrier(tree: Tree) -> Tree:
+    """The arrays, across which XLA moves nothing, and which it does not compute a second time."""
+    return jax.lax.optimization_barrier(tree)  # pyright: ignore[reportUnknownMemberType]
+
+
+def nth(rows: jax.Array, row: jax.Array) -> jax.Array:
+    """``rows[row]``."""
+    return jax.lax.dynamic_index_in_dim(rows, row, keepdims=False)  # pyright: ignore
+
+
+def pad(x: jax.Array, widths: Any) -> jax.Array:
+    """``jnp.pad``, with zeros."""
+    return jnp.pad(x, widths)  # pyright: ignore[reportUnknownMemberType]
+
+
 def squared_norm(x: jax.Array) -> jax.Array:
     """() float32 or wider: the sum of squared magnitudes."""
     magnitude = jnp.abs(x) if jnp.iscomplexobj(x) else x
@@ -172,7 +188,8 @@ def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
     d, b = axis.devices, axis.block
     if d == 1:
         return _take(rows, np.where(send.sources < 0, np.arange(b), send.sources)[None], axis)
-    received, place = [], np.zeros((d, b + 1), int)  # where each row is among the received ones
+    received: list[jax.Array] = []
+    place = np.zeros((d, b + 1), int)  # where each row is among the received ones
     for device_map, to_rows, from_rows in route(send.sources, d, b):
         taken = _take(rows, from_rows, axis)
         if any(source not in (-1, device) for device, source in enumerate(device_map)):
@@ -335,19 +352,19 @@ def route(
 
 def _by_shifts(table: np.ndarray) -> list[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
     """`route` in the general case; table: (d, b) senders."""
-    d, b = table.shape
+    d, b = map(int, table.shape)
     shifts = np.where(table >= 0, (np.arange(d)[:, None] - table // b) % d, -1)
-    pieces = []
-    for shift in np.unique(shifts[shifts >= 0]):
+    pieces: list[tuple[tuple[int, ...], np.ndarray, np.ndarray]] = []
+    for shift in np.unique(shifts[shifts >= 0]).tolist():
         comes = shifts == shift
         to_rows = np.full((d, comes.sum(axis=1).max()), b)
         from_rows = np.zeros_like(to_rows)
-        device_map = (np.arange(d) - shift) % d
+        device_map = tuple((device - shift) % d for device in range(d))
         for receiver, sender in enumerate(device_map):
             (rows,) = np.nonzero(comes[receiver])
             to_rows[receiver, : len(rows)] = rows
             from_rows[sender, : len(rows)] = table[receiver, rows] % b
-        pieces.append((tuple(device_map.tolist()), to_rows, from_rows))
+        pieces.append((device_map, to_rows, from_rows))
     return pieces
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from decent_jax.gossip.codecs import Array, Codec, Parts
+from decent_jax.gossip.permute import pad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ChunkedTopK(Codec):
 
     def encode(self, x: Array, noise: Any = None) -> Parts:
         count, width, kept = self._sizes(x.size)
-        chunks = jnp.pad(x.reshape(-1), (0, count * width - x.size)).reshape(count, width)
+        chunks = pad(x.reshape(-1), (0, count * width - x.size)).reshape(count, width)
         _, places = jax.lax.top_k(jnp.abs(chunks), kept)
         values = jnp.take_along_axis(chunks, places, axis=1)
         packed = _pack(places, _bits_for(width))
@@ -87,7 +88,7 @@ class ChunkedTopK(Codec):
         chunks = jnp.zeros((count, width), like.dtype).at[rows, places].set(values)
         return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
-    def _sizes(self, size):
+    def _sizes(self, size: int) -> tuple[int, int, int]:
         """(chunks, numbers per chunk, numbers sent per chunk)."""
         width = min(self.chunk, size)
         return -(-size // width), width, _kept(self.density, width)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip.permute import at_least_float32
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import validation
 
 
@@ -20,13 +21,13 @@ class ScaleByAccumAdamState(NamedTuple):
 
     # shape=(), dtype=int32: steps taken
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    mu: Any  # first moment of the completed windows
-    nu: Any  # second moment of the completed windows
-    window: Any  # sum of g / accum_steps over the window so far; None when accum_steps == 1
+    mu: PyTree  # first moment of the completed windows
+    nu: PyTree  # second moment of the completed windows
+    window: PyTree  # sum of g / accum_steps over the window so far; None when accum_steps == 1
 
 
 def scale_by_accum_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_steps: int = 4
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_steps: int | jax.Array = 4
 ) -> optax.GradientTransformation:
     r"""Rescale gradients by Adam moments that are committed once per ``accum_steps`` steps.
 
@@ -73,32 +74,38 @@ def scale_by_accum_adam(
     validation.below_one("b1", b1)
     validation.below_one("b2", b2)
     validation.not_negative("eps", eps)
-    if isinstance(accum_steps, float | int) and (
-        accum_steps < 1 or accum_steps != int(accum_steps)
-    ):
+    given = not isinstance(accum_steps, jax.Array)  # `optax.inject_hyperparams` traces it
+    if given and (accum_steps < 1 or accum_steps != int(accum_steps)):
         raise ValueError(f"accum_steps must be a whole number of at least 1, got {accum_steps}")
-    is_adam = isinstance(accum_steps, int) and accum_steps == 1
+    is_adam = given and accum_steps == 1
 
-    def init(params):
-        mu, nu, window = (
-            jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x)), params) for _ in range(3)
-        )
+    def zeros(x: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x, at_least_float32(x))
+
+    def init(params: PyTree) -> ScaleByAccumAdamState:
+        mu, nu, window = (jax.tree.map(zeros, params) for _ in range(3))
         return ScaleByAccumAdamState(jnp.zeros((), jnp.int32), mu, nu, None if is_adam else window)
 
-    def update(updates, state, params=None):
-        g = jax.tree.map(lambda m, g: g.astype(m.dtype), state.mu, updates)
+    def update(
+        updates: PyTree, state: ScaleByAccumAdamState, params: PyTree = None
+    ) -> tuple[PyTree, ScaleByAccumAdamState]:
+        g = jax.tree.map(_cast, updates, state.mu)
         count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps
         mu, nu = moment(b1, state.mu, g, 1), moment(b2, state.nu, g, 2)
         m_scale, v_scale = (1 / bias_correction(b, windows) for b in (b1, b2))
 
-        def direction_of(m, v):
+        def direction_of(m: jax.Array, v: jax.Array) -> jax.Array:
             return _cast(m_scale, m) * m / (jnp.sqrt(v * _cast(v_scale, v)) + _cast(eps, v))
 
         direction = jax.tree.map(direction_of, mu, nu)
         if is_adam:
             return direction, ScaleByAccumAdamState(count, mu, nu, None)
-        window = jax.tree.map(lambda a, g: a + g / _cast(accum_steps, a), state.window, g)
+
+        def accumulated(a: jax.Array, g: jax.Array) -> jax.Array:
+            return a + g / _cast(accum_steps, a)
+
+        window = jax.tree.map(accumulated, state.window, g)
         ended = (
             moment(b1, state.mu, window, 1),
             moment(b2, state.nu, window, 2),
@@ -118,7 +125,7 @@ def accum_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Any | Callable[[Any], Any] | None = None,
+    mask: PyTree | Callable[[PyTree], PyTree] = None,
     accum_steps: int = 4,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated Adam with decoupled weight decay.
@@ -153,7 +160,7 @@ def accum_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Any | Callable[[Any], Any] | None = None,
+    mask: PyTree | Callable[[PyTree], PyTree] = None,
     accum_steps: int = 4,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated Adam with L2 regularization.
@@ -168,29 +175,32 @@ def accum_adam(
     )
 
 
-def drop_window(state: Any, accum_steps: int) -> Any:
+def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     """An optimizer state (of any nesting) without a partial window of accumulated gradients.
 
     For a change of the number of replicas, because their windows hold different gradients:
     ``window`` becomes zero, and the count that of the last completed window. Adam has no windows.
     """
 
-    def drop(node):
-        if not isinstance(node, ScaleByAccumAdamState) or node.window is None:
+    def is_adam(node: Any) -> bool:
+        return isinstance(node, ScaleByAccumAdamState)
+
+    def drop(node: Any) -> Any:
+        if not is_adam(node) or node.window is None:
             return node
         window = jax.tree.map(jnp.zeros_like, node.window)
         return node._replace(count=node.count - node.count % accum_steps, window=window)
 
-    return jax.tree.map(drop, state, is_leaf=lambda node: isinstance(node, ScaleByAccumAdamState))
+    return jax.tree.map(drop, state, is_leaf=is_adam)
 
 
-def moment(decay: Any, old: Any, value: Any, order: int) -> Any:
+def moment(decay: Any, old: PyTree, value: PyTree, order: int) -> PyTree:
     """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``.
 
     The square of a complex number is that of its magnitude.
     """
 
-    def mixed(m, g):
+    def mixed(m: jax.Array, g: jax.Array) -> jax.Array:
         g = jnp.abs(g) if order == 2 and jnp.iscomplexobj(g) else g
         return _cast(decay, m) * m + _cast(1 - decay, m) * g**order
 

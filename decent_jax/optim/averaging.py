@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import jax
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax import gossip
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Feedback, Method, Mixing, method, no_rounds, rate_at
-from decent_jax.optim.registry import ADAM_FIRST, BOTH, model_bytes, register
+from decent_jax.ground.pytree import PyTree
+from decent_jax.optim import method_wrapper, trees, validation
+from decent_jax.optim.method_wrapper import Local, Method, Mixing, Stepped, method
+from decent_jax.optim.registry import ADAM_FIRST, BOTH, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -114,7 +116,7 @@ def decentralized(
     times = validation.mix_rounds(mix_rounds, schedule)
     mixing = Mixing(schedule, axis_name, codec, "decentralized")
 
-    def mix(params, round, count, after=None):
+    def mix(params: PyTree, round: RoundId, count: jax.Array, after: PyTree = None) -> PyTree:
         rounds, mixed = [round], params
         if times > 1 and not (round is None or isinstance(round, gossip.Simulated)):
             first, period = times * operator.index(round), schedule.period
@@ -124,22 +126,24 @@ def decentralized(
             mixed = mixing(mixed, r, count, after, nth=k)
         if round is None or (isinstance(gamma, float | int) and gamma == 1):
             return mixed
-        kept = trees.add(params, trees.scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
+        kept = trees.add(
+            params, trees.scale(method_wrapper.rate_at(gamma, count), optax.tree.sub(mixed, params))
+        )
         # A replica that is not finite takes its neighbours' average, whatever gamma is.
         return optax.tree.where(trees.all_finite(params), kept, mixed)
 
-    def adapt_with_combine(params, own, round, local):
+    def adapt_with_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
         x_hat = local.mixed
         if x_hat is None:
             x_hat = mix(params, round, local.count, after=local.grads)
         update, inner, verdict = local(x_hat)
         return trees.add(x_hat, update), own, inner, verdict
 
-    def adapt_then_combine(params, own, round, local):
+    def adapt_then_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
         update, inner, verdict = local(params)
         return mix(trees.add(params, update), round, local.count), own, inner, verdict
 
-    def early(params, state, round):
+    def early(params: PyTree, state: PyTree, round: RoundId) -> PyTree:
         return mix(params, round, state.count)
 
     if combine == "atc":
@@ -186,48 +190,50 @@ def gossiped_momentum(
     mixing = Mixing(schedule, axis_name, codec, "gossiped_momentum")
     parts = ("trace", "mu")
 
-    def named(node):
+    def named(node: Any) -> str:
         return next((name for name in parts if name in getattr(node, "_fields", ())), "")
 
-    def has_one(node):
+    def has_one(node: Any) -> bool:
         return named(node) != ""
 
-    def moments(inner):
+    def moments(inner: PyTree) -> list[PyTree]:
         nodes = jax.tree.leaves(inner, is_leaf=has_one)
         return [getattr(node, named(node)) for node in nodes if has_one(node)]
 
-    def put_back(inner, mixed):
+    def put_back(inner: PyTree, mixed: list[PyTree]) -> PyTree:
         left = iter(mixed)
-        return jax.tree.map(
-            lambda node: node._replace(**{named(node): next(left)}) if has_one(node) else node,
-            inner,
-            is_leaf=has_one,
-        )
 
-    def mix_both(params, inner, round, count, after=None):
+        def replaced(node: Any) -> Any:
+            return node._replace(**{named(node): next(left)}) if has_one(node) else node
+
+        return jax.tree.map(replaced, inner, is_leaf=has_one)
+
+    def mix_both(
+        params: PyTree, inner: PyTree, round: RoundId, count: jax.Array, after: PyTree = None
+    ) -> tuple[PyTree, list[PyTree]]:
         mixed = [mixing(m, round, count, after, nth=1) for m in moments(inner)]
         return mixing(params, round, count, after), mixed
 
-    def adapt_with_combine(params, own, round, local):
+    def adapt_with_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
         old = local.state.inner
         x_hat, mixed = local.mixed or mix_both(params, old, round, local.count, local.grads)
         state = local.state._replace(inner=put_back(old, mixed))
         update, inner, verdict = dataclasses.replace(local, state=state)(x_hat)
         return trees.add(x_hat, update), own, inner, verdict
 
-    def adapt_then_combine(params, own, round, local):
+    def adapt_then_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
         update, inner, verdict = local(params)
         x, mixed = mix_both(trees.add(params, update), inner, round, local.count)
         return x, own, put_back(inner, mixed), verdict
 
-    def early(params, state, round):
+    def early(params: PyTree, state: PyTree, round: RoundId) -> PyTree:
         return mix_both(params, state.inner, round, state.count)
 
     step = adapt_with_combine if combine == "awc" else adapt_then_combine
     tx = method(inner, step, axis_name=axis_name)
 
-    def init(params):
-        state: Any = tx.init(params)
+    def init(params: PyTree) -> PyTree:
+        state = tx.init(params)
         if not moments(state.inner):
             raise ValueError(
                 "gossiped_momentum needs an optimizer with momentum, such as "
@@ -266,17 +272,20 @@ def all_reduce(
       <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 2 with the learning rate outside.
     """
 
-    def averaged(given, error, count):
+    def not_a_number(x: jax.Array) -> jax.Array:
+        return jnp.full_like(x, jnp.nan)
+
+    def averaged(given: PyTree, error: PyTree, count: jax.Array) -> tuple[PyTree, PyTree]:
         if codec is None:
             return gossip.mean(given, axis_name), error
         sound = trees.acceptable(given, None)
         all_sound = gossip.mean(sound.astype(jnp.float32), axis_name) == 1
         sent = optax.tree.where(sound, given, optax.tree.zeros_like(given))
-        mean, rest = Feedback(axis_name, codec).mean(sent, error, count)
-        lost = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), mean)  # rejected by all
+        mean, rest = method_wrapper.Feedback(axis_name, codec).mean(sent, error, count)
+        lost = jax.tree.map(not_a_number, mean)  # rejected by all
         return optax.tree.where(all_sound, (mean, rest), (lost, error))
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
         given, active = (local.grads, local.value), local.active
         if active is not True:
             share = gossip.mean(jnp.asarray(active, jnp.float32), axis_name)
@@ -289,15 +298,21 @@ def all_reduce(
         update, inner, verdict = local(params)
         return trees.add(params, update), own, inner, verdict
 
-    keeps = (lambda params: ()) if codec is None else optax.tree.zeros_like
-    return no_rounds(method(inner, step, keeps, axis_name=None))
+    def own(params: PyTree) -> PyTree:
+        return () if codec is None else optax.tree.zeros_like(params)
+
+    return method_wrapper.no_rounds(method(inner, step, own, axis_name=None))
+
+
+def _bytes_of_rounds(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
+    return (own["mix_rounds"] or 1) * model_bytes(params, parts, own)
 
 
 register("all_reduce", all_reduce, optimizers=ADAM_FIRST, orders=BOTH)
 _GOSSIP: dict[str, Any] = {
     "orders": BOTH,
     "section": "",
-    "sent": lambda params, parts, own: (own["mix_rounds"] or 1) * model_bytes(params, parts, own),
+    "sent": _bytes_of_rounds,
 }
 register("decentralized_adam", decentralized, optimizers=("adam",), **_GOSSIP)
 register("accum_adam", decentralized, optimizers=("accum_adam",), **_GOSSIP)

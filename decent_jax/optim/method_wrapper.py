@@ -7,7 +7,7 @@ A method is one function, ``step(params, own, round, local)``, passed to `method
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,31 +15,38 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax import gossip
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.permute import ReplicaAxis
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.topology import Schedule
 
 _LEFT_OUT: Any = object()
+Updated = tuple[PyTree, PyTree]  # the update, and the state
+OfParams = Callable[[PyTree], PyTree]
 
 
 class GuardedState(NamedTuple):
     """State of every method."""
 
-    inner: Any  # state of the local optimizer
+    inner: PyTree  # state of the local optimizer
     # shape=(), dtype=int32: updates so far, including the rejected ones
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     skipped: jax.Array  # shape=(), dtype=int32: updates rejected in whole or in part
     failing: jax.Array  # shape=(), dtype=int32: consecutive ones (optax: notfinite_count)
-    own: Any  # the method's own state, a NamedTuple; () for most
+    own: PyTree  # the method's own state, a NamedTuple; () for most
 
 
 class Verdict(NamedTuple):
     """On one local update."""
 
-    ok: jax.Array | bool  # () bool: it is accepted
-    finite: jax.Array | bool  # () bool: so are its numbers, as far as `trees.seen_finite` looks
+    ok: jax.Array  # () bool: it is accepted
+    finite: jax.Array  # () bool: so are its numbers, as far as `trees.seen_finite` looks
+
+
+# Of a step: the new parameters, the method's own state, that of the local optimizer, the verdict.
+Stepped = tuple[PyTree, PyTree, PyTree, Verdict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +63,9 @@ class Local:
     replica: returns the number of this replica; None: all replicas make the same update.
     """
 
-    grads: Any
+    grads: PyTree
     value: jax.Array | None
-    mixed: Any
+    mixed: PyTree
     active: jax.Array | bool
     state: GuardedState
     optimizer: optax.GradientTransformationExtraArgs
@@ -70,7 +77,7 @@ class Local:
         """() int32, the 0-based number of this update."""
         return self.state.count
 
-    def __call__(self, params: Any) -> tuple[Any, Any, Verdict]:
+    def __call__(self, params: PyTree) -> tuple[PyTree, PyTree, Verdict]:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
@@ -93,14 +100,16 @@ class Local:
             change, inner = self.optimizer.update(self.grads, state, params, **given)
         ok = trees.acceptable(self.grads, self.value)
         ok &= trees.unspoiled(change) & self.active
-        update = jax.tree.map(
-            lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
-        )
+
+        def accepted(u: jax.Array) -> jax.Array:
+            return jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u))
+
+        update = jax.tree.map(accepted, change)
         return update, trees.select(ok, inner, old), Verdict(ok, trees.seen_finite(change))
 
 
 @contextlib.contextmanager
-def _needs_no_more() -> Iterator[None]:
+def _needs_no_more() -> Generator[None]:
     """One sentence where a local optimizer, such as `optax.lbfgs`, wants more than others do."""
     try:
         yield
@@ -130,8 +139,11 @@ class Delayed:
     """
 
     delay: int
-    depart: Callable[..., Any]
-    arrive: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+    depart: Callable[..., PyTree]
+    arrive: Callable[[PyTree, PyTree, PyTree, PyTree, RoundId], tuple[PyTree, PyTree]]
+
+
+Early = Callable[[PyTree, PyTree, RoundId], PyTree]
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -149,7 +161,7 @@ class Method(optax.GradientTransformationExtraArgs):
     delayed: messages that overlap several updates.
     """
 
-    early: Callable[[Any, Any, Any], Any] | None = None
+    early: Early | None = None
     delayed: Delayed | None = None
 
     def __new__(cls, init: Any, update: Any, early: Any = None, delayed: Any = None) -> "Method":
@@ -167,10 +179,10 @@ def as_method(transformation: optax.GradientTransformation) -> Method:
 
 def method(
     inner: optax.GradientTransformation | None,
-    step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, Verdict]],
-    own: Callable[[Any], Any] = lambda params: (),
+    step: Callable[[PyTree, Any, RoundId, Local], Stepped],
+    own: OfParams = lambda params: (),
     axis_name: AxisName | None = "replica",
-    early: Callable[[Any, Any, Any], Any] | None = None,
+    early: Early | None = None,
     delayed: Delayed | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """A method, built from one step that is written for one replica.
@@ -196,7 +208,7 @@ def method(
     optimizer = optax.with_extra_args_support(inner or optax.identity())
     check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # it traces
 
-    def init(params):
+    def init(params: PyTree) -> GuardedState:
         gossip.mixable(params)  # refuses arrays that cannot be mixed, naming them
         if axis_name is not None:
             arrays, structure = jax.tree.flatten(params)
@@ -209,17 +221,17 @@ def method(
         return GuardedState(kept, count, skipped, failing, own(params))
 
     def update(
-        updates,
-        state,
-        params=None,
+        updates: PyTree,
+        state: GuardedState,
+        params: PyTree = None,
         *,
-        round=_LEFT_OUT,
-        value=None,
-        active=True,
-        mixed=None,
-        replica=None,
-        **extra,
-    ):
+        round: RoundId = _LEFT_OUT,
+        value: jax.Array | None = None,
+        active: jax.Array | bool = True,
+        mixed: PyTree = None,
+        replica: Any = None,
+        **extra: Any,
+    ) -> Updated:
         how = "call update(grads, state, params, round=schedule.round_at(step))"
         if params is None:
             raise ValueError(f"replicas mix parameters and got none; {how}")
@@ -227,14 +239,18 @@ def method(
             raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
         gossip.number(round)  # refuses a traced one before a method looks at it
 
-        def number():
+        def number() -> jax.Array:
             assert axis_name is not None
             return ReplicaAxis.over(axis_name).replica() if replica is None else replica
 
         which = None if axis_name is None else number
         local = Local(updates, value, mixed, active, state, optimizer, extra, which)
         after, kept, inner, verdict = step(params, state.own, round, local)
-        change = jax.tree.map(lambda new, old: new - trees.finite_or_zero(old), after, params)
+
+        def moved(new: jax.Array, old: jax.Array) -> jax.Array:
+            return new - trees.finite_or_zero(old)
+
+        change = jax.tree.map(moved, after, params)
         failed = ~verdict.ok & active
         partly = ~(verdict.ok & verdict.finite) & active
         count, skipped = state.count + 1, state.skipped + jnp.where(partly, 1, 0)
@@ -267,13 +283,12 @@ class Mixing:
 
     def __call__(
         self,
-        tree: Any,
-        round: Any,
+        tree: PyTree,
+        round: RoundId,
         count: jax.Array,
-        after: Any = None,
+        after: PyTree | gossip.Between = None,
         nth: int = 0,
-        between: Any = None,
-    ) -> Any:
+    ) -> PyTree:
         """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite.
 
         ``nth`` counts the calls of a step, so that each draws its own random numbers.
@@ -287,7 +302,6 @@ class Mixing:
             codec=self.codec,
             key=self.key(count, nth),
             after=after,
-            between=between,
         )
 
     def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
@@ -300,7 +314,8 @@ def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | N
     if codec is None:
         return None
     words = jnp.array([codec.seed % 2**32 ^ codec.seed >> 32, nth], jnp.uint32)
-    return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), count)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")  # pyright: ignore
+    return jax.random.fold_in(key, count)  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +336,7 @@ class Feedback:
     decay: float = 1.0
     clipped: bool = False
 
-    def mean(self, x: Any, e: Any, count: jax.Array, between: Any = None) -> tuple[Any, Any]:
+    def mean(self, x: PyTree, e: PyTree, count: jax.Array, between: PyTree = None) -> Updated:
         """`decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e."""
         key = key_of(self.codec, count)
         e = trees.add(trees.scale(self.decay, e), x)
@@ -334,13 +349,13 @@ def no_rounds(
 ) -> optax.GradientTransformationExtraArgs:
     """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
 
-    def update(updates, state, params=None, **given):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **given: Any) -> Updated:
         return tx.update(updates, state, params, **given | {"round": None, "replica": replica})
 
     return Method(tx.init, update)
 
 
-def filled(state: Any, fill: Callable[[Any], Any] = optax.tree.zeros_like) -> Callable[[Any], Any]:
+def filled(state: Any, fill: OfParams = optax.tree.zeros_like) -> OfParams:
     """A method's initial state: a NamedTuple with ``fill(params)`` in every field."""
     return lambda params: state._make(fill(params) for _ in state._fields)
 

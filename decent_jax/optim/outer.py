@@ -1,5 +1,6 @@
 """DiLoCo and NoLoCo: outer steps over many local steps."""
 
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -8,10 +9,11 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Feedback, Mixing
-from decent_jax.optim.outer_steps import descend, movement, outer_steps
-from decent_jax.optim.registry import ADAM_FIRST, Pairwise, model_bytes, register
+from decent_jax.optim.outer_steps import Arrays, Departure, Message, descend, movement, outer_steps
+from decent_jax.optim.registry import ADAM_FIRST, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -96,16 +98,16 @@ def diloco(
     mixing = Mixing(schedule, axis_name, codec, "diloco")
     feedback = None if codec is None else Feedback(axis_name, codec, decay)
 
-    def init(theta):
+    def init(theta: Arrays) -> PyTree:
         e = () if feedback is None else optax.tree.zeros_like(theta)
         return optimizer.init(theta), e
 
-    def outer_step(theta, x, state, round, count, after):
+    def outer_step(theta: Arrays, x: Arrays, state: PyTree, at: Departure) -> Message:
         momentum, e = state
         if feedback is None:
-            delta = optax.tree.sub(theta, mixing(x, round, count, between=after))
+            delta = optax.tree.sub(theta, mixing(x, at.round, at.count, at.between))
         else:
-            delta, e = feedback.mean(movement(theta, x), e, count, after)
+            delta, e = feedback.mean(movement(theta, x), e, at.count, at.between.arrays)
         theta, momentum = descend(optimizer, delta, theta, momentum)
         return theta, (momentum, e)
 
@@ -162,8 +164,8 @@ def noloco(
     validation.below_one("noloco.outer_momentum", outer_momentum)
     outer = optax.sgd(outer_learning_rate, outer_momentum)
 
-    def outer_step(theta, x, m, round, count, after):
-        mean = mixing(x, round, count, between=after)
+    def outer_step(theta: Arrays, x: Arrays, m: PyTree, at: Departure) -> Message:
+        mean = mixing(x, at.round, at.count, at.between)
         return descend(outer, optax.tree.sub(theta, mean), theta, m)
 
     return outer_steps(inner, mixing, outer.init, outer_step, mix_every, fragments, delay, carry)
@@ -177,7 +179,7 @@ def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
     """
     outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])
 
-    def average(x, own, snapshot, pull):
+    def average(x: PyTree, own: Any, snapshot: PyTree, pull: PyTree) -> tuple[PyTree, Any]:
         sent, pulls = jax.tree.leaves(snapshot), jax.tree.leaves(pull)
         theta = jax.tree.leaves(own.theta)
         delta = optax.tree.sub(theta, trees.add(sent, pulls))
@@ -189,11 +191,15 @@ def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
     return average
 
 
+def _bytes_of_fragment(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
+    return model_bytes(params, parts, own) / own["fragments"]
+
+
 _IN_FRAGMENTS: dict[str, Any] = {
     "optimizers": ADAM_FIRST,
     "copies": 2,
-    "phases": lambda own: own["fragments"],
-    "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
+    "phases": operator.itemgetter("fragments"),
+    "sent": _bytes_of_fragment,
 }
 register("diloco", diloco, **_IN_FRAGMENTS)
 register("noloco", noloco, **_IN_FRAGMENTS, pairwise=_noloco_pairwise)

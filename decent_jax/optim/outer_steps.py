@@ -4,31 +4,42 @@ An outer step moves one fragment of the parameters; its message can overlap loca
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
 
 from decent_jax import gossip
+from decent_jax.gossip import RoundId
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Delayed, Mixing, method
+from decent_jax.optim.method_wrapper import Delayed, Local, Mixing, Stepped, method
 
 Arrays = list[jax.Array]
+Message = tuple[Arrays, PyTree]  # theta of a fragment, and what its outer steps keep
 
 
 class OuterState(NamedTuple):
     """Own state of a method with outer steps."""
 
-    theta: Any  # like params: the outer parameters
-    states: tuple[Any, ...]  # of each fragment what the outer step keeps
+    theta: PyTree  # like params: the outer parameters
+    states: tuple[PyTree, ...]  # of each fragment what the outer step keeps
+
+
+class Departure(NamedTuple):
+    """When a message departs."""
+
+    round: RoundId
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    between: gossip.Between  # what a group mean waits for in its middle
 
 
 def outer_steps(
     inner: optax.GradientTransformation,
     mixing: Mixing,
-    init: Callable[[Arrays], Any],
-    outer_step: Callable[[Arrays, Arrays, Any, Any, jax.Array, Any], tuple[Arrays, Any]],
+    init: Callable[[Arrays], PyTree],
+    outer_step: Callable[[Arrays, Arrays, PyTree, Departure], Message],
     mix_every: int = 1,
     fragments: int = 1,
     delay: int = 0,
@@ -40,9 +51,9 @@ def outer_steps(
       inner: the local optimizer.
       mixing: the communication of the method.
       init: from a fragment's theta to what its outer steps keep.
-      outer_step: ``(theta, x, state, round, count, after) -> (theta, state)`` of a fragment, with x
-        the replica's parameters as sent, and ``after`` for ``between`` of `decent_jax.gossip.mix`.
-        It depends on nothing else, so all of it can overlap local steps.
+      outer_step: ``(theta, x, state, departure) -> (theta, state)`` of a fragment, with x the
+        replica's parameters as sent. It depends on nothing else, so all of it can overlap local
+        steps.
       mix_every, fragments, delay, carry: as in `decent_jax.optim.diloco`.
 
     Raises:
@@ -50,17 +61,22 @@ def outer_steps(
     """
     _check(mixing, mix_every, fragments, delay)
 
-    def fragment(round, tree):
-        f = gossip.number(round) % fragments
+    def fragment(round: RoundId, tree: PyTree) -> tuple[int, list[int]]:
+        f = int(gossip.number(round)) % fragments
         return f, fragments_of(tree, fragments)[f]
 
-    def depart(late, own, count, round, after=None):
+    def depart(
+        late: PyTree, own: OuterState, count: jax.Array, round: RoundId, after: PyTree = None
+    ) -> Message:
         f, which = fragment(round, late)
         theta, late = take_leaves(own.theta, which), take_leaves(late, which)
         count = count + max(delay - 1, 0)  # at the update that has the round
-        return outer_step(theta, late, own.states[f], round, count, after)
+        departure = Departure(round, count, gossip.Between(after))
+        return outer_step(theta, late, own.states[f], departure)
 
-    def arrive(x, own, late, message, round):
+    def arrive(
+        x: PyTree, own: OuterState, late: PyTree, message: Message, round: RoundId
+    ) -> tuple[PyTree, OuterState]:
         f, which = fragment(round, x)
         now, late = take_leaves(x, which), take_leaves(late, which)
         theta, state = message
@@ -71,7 +87,7 @@ def outer_steps(
         states = (*own.states[:f], state, *own.states[f + 1 :])
         return put_leaves(x, which, new), OuterState(put_leaves(own.theta, which, theta), states)
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: OuterState, round: RoundId, local: Local) -> Stepped:
         if round is not None and delay > 1:
             raise ValueError(
                 f"{mixing.method}.delay={delay}: a message overlaps {delay} updates, each with "
@@ -85,7 +101,7 @@ def outer_steps(
             x, own = arrive(x, own, late, message, round)
         return x, own, inner, verdict
 
-    def own(params):
+    def own(params: PyTree) -> OuterState:
         parts = [take_leaves(params, which) for which in fragments_of(params, fragments)]
         return OuterState(trees.copy(params), tuple(map(init, parts)))
 
@@ -94,8 +110,8 @@ def outer_steps(
 
 
 def descend(
-    outer: optax.GradientTransformation, delta: Arrays, theta: Arrays, state: Any
-) -> tuple[Any, Any]:
+    outer: optax.GradientTransformation, delta: Arrays, theta: Arrays, state: PyTree
+) -> Message:
     """The outer parameters after a step of the outer optimizer along delta, and its state."""
     change, state = outer.update(delta, state, theta)
     return optax.apply_updates(theta, change), state
@@ -118,7 +134,7 @@ def _check(mixing: Mixing, mix_every: int, fragments: int, delay: int) -> None:
     validation.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
 
 
-def fragments_of(params: Any, count: int) -> list[list[int]]:
+def fragments_of(params: PyTree, count: int) -> list[list[int]]:
     """The indices of the leaves in each fragment: consecutive, of about equal size."""
     sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
     if count > len(sizes):
@@ -133,13 +149,13 @@ def fragments_of(params: Any, count: int) -> list[list[int]]:
     return [np.flatnonzero(np.equal(of, k)).tolist() for k in range(count)]
 
 
-def take_leaves(tree: Any, which: list[int]) -> list[jax.Array]:
+def take_leaves(tree: PyTree, which: list[int]) -> list[jax.Array]:
     """The leaves with these indices."""
     leaves = jax.tree.leaves(tree)
     return [leaves[k] for k in which]
 
 
-def put_leaves(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
+def put_leaves(tree: PyTree, which: list[int], new: list[jax.Array]) -> PyTree:
     """The tree with new leaves at these indices."""
     leaves, structure = jax.tree.flatten(tree)
     for k, leaf in zip(which, new, strict=True):

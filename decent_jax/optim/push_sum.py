@@ -1,14 +1,15 @@
 """Push-sum: averages over graphs whose weights sum to 1 only at the sender."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees
-from decent_jax.optim.method_wrapper import Mixing, method
+from decent_jax.optim.method_wrapper import Local, Mixing, Stepped, method
 from decent_jax.optim.registry import register
 from decent_jax.topology import Schedule
 
@@ -43,16 +44,19 @@ def push_sum(
     """
     mixing = Mixing(schedule, axis_name, rows=False)
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: PushSumState, round: RoundId, local: Local) -> Stepped:
         update, inner, verdict = local(params)
         x = trees.add(trees.scale(own.w, params), update)
         x, w = mixing((x, own.w), round, local.count)
         return trees.scale(1 / w, x), PushSumState(w), inner, verdict
 
-    return method(inner, step, lambda params: PushSumState(jnp.ones((), float)), axis_name)
+    def own(params: PyTree) -> PushSumState:
+        return PushSumState(jnp.ones((), float))
+
+    return method(inner, step, own, axis_name)
 
 
-def consensus_weights(opt_state: Any) -> jax.Array | None:
+def consensus_weights(opt_state: PyTree) -> jax.Array | None:
     """Weight of each replica in the consensus model, (n,): w of `push_sum`, otherwise None (equal).
 
     Args:
@@ -62,7 +66,7 @@ def consensus_weights(opt_state: Any) -> jax.Array | None:
     return own.w if isinstance(own, PushSumState) else None
 
 
-def with_equal_weights(own: Any) -> Any:
+def with_equal_weights(own: PyTree) -> PyTree:
     """The methods' own states for replicas that are all at the consensus model."""
     return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 

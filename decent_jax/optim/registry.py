@@ -28,12 +28,13 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, bytes_sent
 from decent_jax.ground.extras import same_name
+from decent_jax.ground.pytree import PyTree
 from decent_jax.topology import Schedule, make
 
 BOTH = ("awc", "atc")
 ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
 
-Pairwise = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+Pairwise = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +62,13 @@ class Parts:
     mix_every: int = 1
     codec: Codec | None = None
     gradient: optax.GradientTransformation | None = None
-    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     same_init: bool = True
     seed: int = 0
-    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
-def coded_bytes(params: Any, codec: Codec | None) -> float:
+def coded_bytes(params: PyTree, codec: Codec | None) -> float:
     """Bytes of a message of all parameters in this format; None: uncompressed."""
     return sum(
         leaf.size * leaf.dtype.itemsize if codec is None else bytes_sent(codec, leaf.shape)
@@ -76,7 +77,7 @@ def coded_bytes(params: Any, codec: Codec | None) -> float:
     )
 
 
-def model_bytes(params: Any, parts: Parts, numbers: Mapping[str, Any]) -> float:
+def model_bytes(params: PyTree, parts: Parts, numbers: Mapping[str, Any]) -> float:
     """Bytes of a message of all parameters in the run's format, as most methods send it."""
     return coded_bytes(params, parts.codec)
 
@@ -112,7 +113,7 @@ class MethodSpec:
     messages: int = 1
     copies: int = 0
     section: str | None = None
-    sent: Callable[[Any, Parts, Mapping[str, Any]], float] = model_bytes
+    sent: Callable[[PyTree, Parts, Mapping[str, Any]], float] = model_bytes
     phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
     pairwise: Callable[[Mapping[str, Any]], Pairwise] | None = None
 
@@ -162,14 +163,14 @@ class MethodSpec:
         of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()
         return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
 
-    def message_bytes(self, params: Any, parts: Parts) -> float:
+    def message_bytes(self, params: PyTree, parts: Parts) -> float:
         """Bytes a replica sends to one neighbour in a round, for parameters of these shapes.
 
         Flags, weights and checksums of a few bytes are not counted.
         """
         return self.messages * self.sent(params, parts, {**self.numbers, **parts.numbers})
 
-    def bytes_sent(self, params: Any, parts: Parts, replicas_per_node: int = 1) -> float:
+    def bytes_sent(self, params: PyTree, parts: Parts, replicas_per_node: int = 1) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule.
 
         With ``replicas_per_node`` above 1, bytes that a node sends to other nodes. A method

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import optax
+from jax import Array
+from jax.typing import ArrayLike
 
 
 def linear_warmup_cosine_schedule(
@@ -33,7 +35,7 @@ def linear_warmup_linear_schedule(
       [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
-    def schedule(step):
+    def schedule(step: ArrayLike) -> Array:
         t = jnp.asarray(step, jnp.float32)
         share = jnp.clip((t - warmup_steps) / max(steps - warmup_steps, 1), 0.0, 1.0)
         warming = jnp.minimum(1.0, (t + 1) / max(warmup_steps, 1))
@@ -56,7 +58,7 @@ def linear_warmup_step_schedule(
       [0.5, 1.0, 1.0, 1.0, 0.1, 0.01, 0.01]
     """
 
-    def schedule(step):
+    def schedule(step: ArrayLike) -> Array:
         t = jnp.asarray(step, jnp.float32)
         rate = peak * jnp.minimum(1.0, (t + 1) / max(warmup_steps, 1))
         for drop in drops:
@@ -74,7 +76,7 @@ def inverse_sqrt_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
     if warmup_steps < 1:
         raise ValueError(f"inverse_sqrt needs at least one warm-up step, got {warmup_steps}")
 
-    def schedule(step):
+    def schedule(step: ArrayLike) -> Array:
         t = jnp.asarray(step, jnp.float32) + 1
         warming = 0.99 * t / warmup_steps + 0.01
         return peak * jnp.where(t <= warmup_steps, warming, jnp.sqrt(warmup_steps / t))

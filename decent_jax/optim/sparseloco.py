@@ -7,9 +7,10 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.sparse import ChunkedTopK
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Feedback, Mixing
-from decent_jax.optim.outer_steps import movement, outer_steps
+from decent_jax.optim.outer_steps import Arrays, Departure, Message, movement, outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
@@ -82,15 +83,15 @@ def sparseloco(
     validation.share("sparseloco.decay", decay)
     feedback = Feedback(axis_name, ChunkedTopK(density, chunk, bits), decay, clipped)
 
-    def outer_step(theta, x, e, round, count, after):
-        delta, e = feedback.mean(movement(theta, x), e, count, after)
+    def outer_step(theta: Arrays, x: Arrays, e: PyTree, at: Departure) -> Message:
+        delta, e = feedback.mean(movement(theta, x), e, at.count, at.between.arrays)
         return trees.add(theta, trees.scale(-outer_learning_rate, delta)), e
 
     mixing, init = Mixing(schedule, axis_name, method="sparseloco"), optax.tree.zeros_like
     return outer_steps(inner, mixing, init, outer_step, mix_every, delay=delay, carry=carry)
 
 
-def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+def _sparse_bytes(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
     """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
     codec = ChunkedTopK(own["density"], own["chunk"], own["bits"])
     return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)

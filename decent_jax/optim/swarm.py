@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax import gossip
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Lattice
+from decent_jax.gossip.permute import barrier
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import method
-from decent_jax.optim.registry import BOTH, Parts, model_bytes, register
+from decent_jax.optim.method_wrapper import Local, Stepped, method
+from decent_jax.optim.registry import BOTH, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -22,7 +24,7 @@ class SwarmState(NamedTuple):
     """Own state of `swarm`."""
 
     y: jax.Array | None  # shape=(), dtype=float32: reach of the lattice; None without one
-    published: Any  # S, like params: the last snapshot; None when blocking
+    published: PyTree  # S, like params: the last snapshot; None when blocking
 
 
 def swarm(
@@ -81,14 +83,17 @@ def swarm(
     quantises, blocking = bits < 32, combine == "atc"
     exchange = functools.partial(_exchange_coded, bits) if quantises else _exchange
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: SwarmState, round: RoundId, local: Local) -> Stepped:
         update, inner, verdict = local(params)
         x = trees.add(params, update)
-        if round is None or not schedule.rounds[gossip.number(round)].sends:
+        if round is None or not schedule.rounds[int(gossip.number(round))].sends:
             return x, own, inner, verdict
         mine, y = x if blocking else own.published, own.y
         fine = trees.all_finite(mine)
-        theirs, decoded, read, averages, weight, y = exchange(receive(round), mine, fine, y)
+        receive = functools.partial(
+            gossip.receive, schedule=schedule, round=round, axis_name=axis_name
+        )
+        theirs, decoded, read, averages, weight, y = exchange(receive, mine, fine, y)
         pull = trees.scale(0.5, optax.tree.sub(theirs, decoded))
         after = trees.add(x, optax.tree.where(averages, pull, optax.tree.zeros_like(pull)))
         is_lost = ~(fine if blocking else trees.all_finite(x))
@@ -97,38 +102,41 @@ def swarm(
         published = None if blocking else optax.tree.where(publishes, x, own.published)
         return x, SwarmState(y, published), inner, verdict
 
-    def receive(round):
-        return lambda tree: gossip.receive(tree, schedule, round, axis_name)[0]
-
-    def own(params):
+    def own(params: PyTree) -> SwarmState:
         y = jnp.float32(distance) if quantises else None
         return SwarmState(y, None if blocking else trees.copy(params))
 
     return method(inner, step, own, axis_name)
 
 
-def _exchange(receive, mine, fine, y):
+Receive = Callable[[PyTree], list[tuple[PyTree, jax.Array]]]  # `gossip.receive` of a round
+Exchanged = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array, Any]
+
+
+def _exchange(receive: Receive, mine: PyTree, fine: jax.Array, y: Any) -> Exchanged:
     """The exchange of a pair: (the partner's snapshot, its own, whether the partner's is finite,
     whether the two average, the pair's weight, the reach of the lattice in the next round)."""
-    (theirs, read), weight = receive((mine, fine))
+    (((theirs, read), weight),) = receive((mine, fine))
     return theirs, mine, read, read & fine & (weight > 0), weight, y
 
 
-def _exchange_coded(bits, receive, mine, fine, y):
+def _exchange_coded(
+    bits: int, receive: Receive, mine: PyTree, fine: jax.Array, y: Any
+) -> Exchanged:
     """`_exchange` of both snapshots as the lattice decodes them."""
     leaves, structure = jax.tree.flatten(mine)
     lattice = Lattice(bits).reaching(y, _largest(mine))
     # A non-finite side marks a non-finite snapshot, whatever its points decode to.
     lattice = dataclasses.replace(lattice, side=jnp.where(fine, lattice.side, jnp.nan))
     # The barrier keeps XLA from rounding the snapshot again, differently from the message.
-    sent = jax.lax.optimization_barrier([lattice.encode(x) for x in leaves])
-    received, weight = receive(sent)
+    sent = barrier([lattice.encode(x) for x in leaves])
+    ((received, weight),) = receive(sent)
     decoded, theirs = (
         structure.unflatten(map(lattice.decode, message, leaves)) for message in (sent, received)
     )
     both_fine = fine & jnp.isfinite(received[0][2])
     read = trees.all_finite(theirs) & both_fine
-    (read_by_them,), _ = receive((read,))
+    (((read_by_them,), _),) = receive((read,))
     averages = read & read_by_them & (weight > 0)
     nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
     # Only the sender that was not decoded widens its lattice; if the receiver did so too, one
@@ -138,20 +146,20 @@ def _exchange_coded(bits, receive, mine, fine, y):
     return theirs, decoded, read, averages, weight, y
 
 
-def _add_pull(x: Any, own: SwarmState, snapshot: Any, pull: Any) -> tuple[Any, SwarmState]:
+def _pairwise(numbers: Mapping[str, Any]) -> Pairwise:
     """The equivalent of a round of `swarm` for an asynchronous peer."""
-    return trees.add(x, pull), own
+    return lambda x, own, snapshot, pull: (trees.add(x, pull), own)
 
 
-def _sent(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+def _sent(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
     if own["bits"] == 32:
         return model_bytes(params, parts, own)
     return sum(x.size for x in jax.tree.leaves(params)) * own["bits"] / 8
 
 
-def _largest(tree: Any) -> jax.Array:
+def _largest(tree: PyTree) -> jax.Array:
     each = [jnp.abs(x).max() for x in jax.tree.leaves(tree) if x.size]
     return jnp.stack(each).max().astype(jnp.float32)
 
 
-register("swarm", swarm, orders=BOTH, copies=1, sent=_sent, pairwise=lambda own: _add_pull)
+register("swarm", swarm, orders=BOTH, copies=1, sent=_sent, pairwise=_pairwise)

@@ -20,24 +20,33 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip.permute import squared_norm
+from decent_jax.ground.pytree import PyTree
 
 
-def add(tree: Any, *others: Any) -> Any:
+def add(tree: PyTree, *others: PyTree) -> PyTree:
     """The sum of trees of equal structure, in the dtypes of the first."""
-    return jax.tree.map(lambda x, *rest: jnp.asarray(sum(rest, x), x.dtype), tree, *others)
+
+    def total(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jnp.asarray(sum(rest, x), x.dtype)
+
+    return jax.tree.map(total, tree, *others)
 
 
-def scale(factor: Any, tree: Any) -> Any:
+def scale(factor: Any, tree: PyTree) -> PyTree:
     """``factor * tree`` in the tree's dtypes."""
-    return jax.tree.map(lambda x: jnp.asarray(factor, x.dtype) * x, tree)
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return jnp.asarray(factor, x.dtype) * x
+
+    return jax.tree.map(scaled, tree)
 
 
-def copy(tree: Any) -> Any:
+def copy(tree: PyTree) -> PyTree:
     """Equal arrays in separate buffers: a donated state must not hold one array twice."""
     return jax.tree.map(jnp.array, tree)
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """``params + updates``, where a parameter that is not finite counts as zero.
 
     Methods compute their updates from the same zeros, so a replica whose parameters were not
@@ -46,7 +55,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return optax.apply_updates(jax.tree.map(finite_or_zero, params), updates)
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """() bool."""
     # Not by the largest magnitude, which is faster: XLA's CPU loses a NaN in it (jaxlib 0.10.2).
     # Not by isfinite: XLA would compute it once for this and for `finite_or_zero`, and keep it
@@ -54,7 +63,7 @@ def all_finite(tree: Any) -> jax.Array:
     return _all((jnp.abs(leaf) < jnp.inf).all() for leaf in jax.tree.leaves(tree))
 
 
-def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
+def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
     """() bool: finite loss, finite norm of the gradient (its square must not overflow)."""
     flags = [jnp.isfinite(squared_norm(g)) for g in jax.tree.leaves(gradient)]
     if value is not None:
@@ -62,19 +71,19 @@ def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
     return _all(flags)
 
 
-def seen_finite(update: Any) -> jax.Array:
+def seen_finite(update: PyTree) -> jax.Array:
     """() bool: all arrays of up to 16,384 numbers are finite; the others cost too much memory."""
     return all_finite([x for x in jax.tree.leaves(update) if x.size <= 16_384])
 
 
-def unspoiled(update: Any) -> jax.Array:
+def unspoiled(update: PyTree) -> jax.Array:
     """() bool: the smallest array is finite, and every other small one has a finite number.
 
     Small arrays have up to 256 numbers, or together 1/64 of all. We check several because the
     smallest may be frozen, and no more because reading an array of an update forces XLA to write it
     out before it is applied.
     """
-    leaves = sorted((x for x in jax.tree.leaves(update) if x.size), key=lambda x: x.size)
+    leaves = sorted(filter(jnp.size, jax.tree.leaves(update)), key=jnp.size)
     total, held, flags = sum(x.size for x in leaves), 0, [all_finite(leaves[:1])]
     for x in leaves[1:]:
         held += x.size
@@ -83,16 +92,15 @@ def unspoiled(update: Any) -> jax.Array:
     return _all(flags)
 
 
-def with_own_keys(state: Any, replica: Callable[[], jax.Array]) -> Any:
+def with_own_keys(state: PyTree, replica: Callable[[], jax.Array]) -> PyTree:
     """An optimizer's state in which the random keys, initially equal, become this replica's own.
 
     Keys are arrays of a key type, and those of uint32 in a field whose name ends in "key".
     """
 
-    def own(path, x):
+    def own(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            number = replica()
-            return jax.vmap(lambda key: jax.random.fold_in(key, number))(x.ravel()).reshape(x.shape)
+            return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), replica()).reshape(x.shape)
         name = jax.tree_util.keystr(path[-1:], simple=True)
         if x.dtype == jnp.uint32 and x.ndim == 1 and name.endswith("key"):
             return jax.random.fold_in(x, replica())
@@ -112,18 +120,21 @@ def _all(flags: Iterable[jax.Array]) -> jax.Array:
     return ~(~jnp.stack(flags)).any() if flags else jnp.array(True)
 
 
-def select(ok: jax.Array, new: Any, old: Any) -> Any:
+def select(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """``new`` if ok, else ``old``; counts of learning-rate schedules always advance."""
     counts, injected = optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState
 
-    def kept(new, old):
+    def always_advances(node: Any) -> bool:
+        return isinstance(node, counts | injected)
+
+    def kept(new: Any, old: Any) -> Any:
         if isinstance(new, counts):
             return new
         if isinstance(new, injected):
             return new._replace(inner_state=select(ok, new.inner_state, old.inner_state))
         return jnp.where(ok, new, old)
 
-    return jax.tree.map(kept, new, old, is_leaf=lambda x: isinstance(x, (counts, injected)))
+    return jax.tree.map(kept, new, old, is_leaf=always_advances)
 
 
 def finite_or_zero(x: jax.Array) -> jax.Array:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 
 from decent_jax.ground.format import shown
+from decent_jax.ground.pytree import PyTree
 from decent_jax.topology import Schedule
 
 _TOLERANCE = 1e-9
@@ -65,7 +66,10 @@ def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *lea
     One that keeps a copy of the parameters restores them from it, and so undoes the mixing.
     """
 
-    def kept(x):
+    def is_special(x: Any) -> bool:
+        return isinstance(x, _MEASURE + _ESTIMATE)
+
+    def kept(x: Any) -> Any:
         if isinstance(x, _ESTIMATE):
             raise ValueError(
                 f"{type(x).__name__.removesuffix('State')} estimates its learning rate, which "
@@ -74,17 +78,15 @@ def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *lea
             )
         return () if isinstance(x, _MEASURE) else x
 
-    def state(params):
-        found = optimizer.init(params)
-        return jax.tree.map(kept, found, is_leaf=lambda x: isinstance(x, _MEASURE + _ESTIMATE))
+    def state(params: PyTree) -> PyTree:
+        return jax.tree.map(kept, optimizer.init(params), is_leaf=is_special)
 
-    program, shape = jax.make_jaxpr(state, return_shape=True)(structure.unflatten(leaves))
-    made = {out: eqn for eqn in program.eqns for out in eqn.outvars}
-    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(shape))
-    for path, var in zip(paths, program.jaxpr.outvars, strict=True):
-        while not isinstance(var, Literal) and var in made and made[var].primitive.name in _COPIES:
-            var = made[var].invars[0]
-        if var in program.jaxpr.invars:
+    program, shape = jax.make_jaxpr(state, return_shape=True)(  # pyright: ignore
+        structure.unflatten(leaves)
+    )
+    found = _origins(program.jaxpr, [_PARAMS] * len(program.jaxpr.invars))
+    for (path, _), origin in zip(jax.tree_util.tree_leaves_with_path(shape), found, strict=True):
+        if origin == _PARAMS:
             raise ValueError(
                 "the local optimizer keeps a copy of the parameters "
                 f"({jax.tree_util.keystr(path)}), which mixing would not update; use another one, "
@@ -98,56 +100,52 @@ def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *lea
         )
 
 
-# Primitives that pass on their first operand.
-_COPIES = ("copy", "copy_p", "convert_element_type")
-_HAND_ON = (*_COPIES, "reshape", "broadcast_in_dim", "squeeze")
-
-
-def _sets(optimizer: Any, structure: Any, leaves: tuple[Any, ...]) -> bool:
+def _sets(optimizer: optax.GradientTransformation, structure: Any, leaves: PyTree) -> bool:
     """Whether an update is some value minus the parameters, judging by its program."""
 
-    def update(leaves, gradients, loss):
-        params = structure.unflatten(leaves)
-        given = structure.unflatten(gradients), optimizer.init(params), params
-        return jax.tree.leaves(optimizer.update(*given, value=loss)[0])
+    def update(params: list[Any], gradients: list[Any], loss: jax.Array) -> list[Any]:
+        params, gradients = structure.unflatten(params), structure.unflatten(gradients)
+        change, _ = optimizer.update(gradients, optimizer.init(params), params, value=loss)
+        return jax.tree.leaves(change)
 
     try:
-        program = jax.make_jaxpr(update)(leaves, leaves, jnp.float32(0)).jaxpr
+        program = jax.make_jaxpr(update)(leaves, leaves, jnp.float32(0)).jaxpr  # pyright: ignore
     except Exception:  # it needs more, and will say so
         return False
+    others = len(program.invars) - len(leaves)
+    return _DIFFERENCE in _origins(program, [_PARAMS] * len(leaves) + [""] * others)
 
-    def bodies(eqn, at, params, made):
-        """(the output, parameters and equations) of each program within an equation."""
-        inner, operands = eqn.params.get("branches", ()), eqn.invars[1:]
-        if "jaxpr" in eqn.params or "call_jaxpr" in eqn.params:
-            inner, operands = [eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))], eqn.invars
-        for body in (getattr(one, "jaxpr", one) for one in inner):
-            own = {x for x, y in zip(body.invars, operands) if is_params(y, params, made)}  # noqa: B905
-            yield body.outvars[at], own, equations(body)
 
-    def equations(body):
-        return {out: eqn for eqn in body.eqns for out in eqn.outvars}
+# What an array of a program is: the parameters, something minus the parameters, or anything else.
+_PARAMS, _DIFFERENCE = "x", "y - x"
+# Primitives that pass on their first operand.
+_HAND_ON = ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
 
-    def is_params(var, params, made):
-        if isinstance(var, Literal) or var in params or var not in made:
-            return not isinstance(var, Literal) and var in params
-        eqn = made[var]
-        if eqn.primitive.name in _HAND_ON:
-            return is_params(eqn.invars[0], params, made)
-        return any(is_params(*b) for b in bodies(eqn, eqn.outvars.index(var), params, made))
 
-    def takes_back(var, params, made):
-        if isinstance(var, Literal) or var not in made:
-            return False
-        eqn = made[var]
-        if eqn.primitive.name == "sub":
-            return is_params(eqn.invars[1], params, made)
-        if eqn.primitive.name in (*_HAND_ON, "mul", "div", "select_n"):
-            return any(takes_back(operand, params, made) for operand in eqn.invars)
-        return any(takes_back(*b) for b in bodies(eqn, eqn.outvars.index(var), params, made))
+def _origins(program: Jaxpr, given: list[str]) -> list[str]:
+    """What each output of a program is, if its inputs are what ``given`` says."""
+    known: dict[Any, str] = dict(zip(program.invars, given, strict=False))
 
-    params, made = set(program.invars[: len(leaves)]), equations(program)
-    return any(takes_back(out, params, made) for out in program.outvars)
+    def of(variables: list[Any]) -> list[str]:
+        return ["" if isinstance(x, Literal) else known.get(x, "") for x in variables]
+
+    for eqn in program.eqns:
+        name, operands = eqn.primitive.name, of(eqn.invars)
+        branches: tuple[Any, ...] = eqn.params.get("branches", ())
+        inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        results = [""] * len(eqn.outvars)
+        if branches or inner is not None:
+            bodies = [getattr(body, "jaxpr", body) for body in branches or (inner,)]
+            given = operands[1:] if branches else operands
+            results = map(max, *[_origins(body, given) for body in bodies], results)
+        elif name in _HAND_ON:
+            results = operands[:1]
+        elif (name == "sub" and operands[1] == _PARAMS) or (
+            name in ("mul", "div", "select_n") and _DIFFERENCE in operands
+        ):
+            results = [_DIFFERENCE]
+        known.update(zip(eqn.outvars, results, strict=False))
+    return of(program.outvars)
 
 
 def is_schedule(method: str, given: Any) -> None:

@@ -54,9 +54,9 @@ COMMAND_FILES = {
 # says in the commit what needs the lines.
 MOST_LINES = {
     "topology": 794,
-    "gossip": 866,
-    "replicas": 202,
-    "optim": 1377,
+    "gossip": 890,
+    "replicas": 208,
+    "optim": 1436,
     "models": 1455,
     "data": 3351,
     "tasks": 1057,
@@ -72,7 +72,7 @@ MOST_LINES = {
     "plan": 147,
     "plots": 467,
     "commands": 799,
-    "ground": 939,
+    "ground": 942,
     "__init__": 13,
 }
 # What users may call in a loop of their own knows pytrees only.

@@ -6,11 +6,12 @@ from typing import Annotated, Any, NamedTuple
 import optax
 
 from decent_jax import gossip
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import TopK
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Mixing, filled, method
+from decent_jax.optim.method_wrapper import Local, Mixing, Stepped, filled, method
 from decent_jax.optim.registry import Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
@@ -18,8 +19,8 @@ from decent_jax.topology import Schedule
 class ChocoState(NamedTuple):
     """The method's own state; both are shaped like the parameters."""
 
-    s: Any  # sum_j W_ij x_hat_j, over the neighbours and oneself
-    x_hat: Any  # the replica's own public copy
+    s: PyTree  # sum_j W_ij x_hat_j, over the neighbours and oneself
+    x_hat: PyTree  # the replica's own public copy
 
 
 def choco(
@@ -73,7 +74,7 @@ def choco(
     validation.static_messages("choco", schedule)
     mixing = Mixing(schedule, axis_name, codec, "choco")
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: ChocoState, round: RoundId, local: Local) -> Stepped:
         update, inner, verdict = local(params)
         y = trees.add(params, update)
         if round is None:
@@ -106,7 +107,7 @@ def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:
     return named[name]
 
 
-def _choco_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+def _choco_bytes(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
     return coded_bytes(params, compressor_of(own["compressor"], own["fraction"]))
 
 

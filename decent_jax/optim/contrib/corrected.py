@@ -1,14 +1,15 @@
 """Bias-corrected methods: they converge to the optimum for any data heterogeneity."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import Codec
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Mixing, filled, method
+from decent_jax.optim.method_wrapper import Local, Mixing, Stepped, filled, method
 from decent_jax.optim.registry import BOTH, register
 from decent_jax.topology import Schedule
 
@@ -16,7 +17,7 @@ from decent_jax.topology import Schedule
 class DiffusionState(NamedTuple):
     """Own state of `exact_diffusion` and `d2`."""
 
-    psi: Any  # like params: the adapted parameters of the last step
+    psi: PyTree  # like params: the adapted parameters of the last step
 
 
 def exact_diffusion(
@@ -73,8 +74,10 @@ def d2(
     return _diffusion(inner, mixing, half=False)
 
 
-def _diffusion(inner, mixing, half):
-    def step(params, own, round, local):
+def _diffusion(
+    inner: optax.GradientTransformation, mixing: Mixing, half: bool
+) -> optax.GradientTransformationExtraArgs:
+    def step(params: PyTree, own: DiffusionState, round: RoundId, local: Local) -> Stepped:
         if round is None and not half:
             raise ValueError("d2 mixes in every step; use mix_every=1")
         update, inner, verdict = local(params)
@@ -95,8 +98,8 @@ def _diffusion(inner, mixing, half):
 class TrackingState(NamedTuple):
     """Own state of `gradient_tracking`; both are shaped like the parameters."""
 
-    g: Any  # the last finite gradient
-    q: Any  # the tracked average gradient
+    g: PyTree  # the last finite gradient
+    q: PyTree  # the tracked average gradient
 
 
 def gradient_tracking(
@@ -137,7 +140,7 @@ def gradient_tracking(
     validation.combine(combine)
     mixing = Mixing(schedule, axis_name, codec, "gradient_tracking")
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: TrackingState, round: RoundId, local: Local) -> Stepped:
         # A non-finite gradient changes nothing: the sum of q remains that of the last finite ones.
         fine = trees.acceptable(local.grads, None)
         g = optax.tree.where(fine, local.grads, own.g)

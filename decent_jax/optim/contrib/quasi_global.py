@@ -1,15 +1,16 @@
 """Quasi-global momentum: momentum of the movement of the mixed model."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from decent_jax.gossip import AxisName
+from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import Codec
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
-from decent_jax.optim.method_wrapper import Mixing, filled, method, rate_at
+from decent_jax.optim.method_wrapper import Local, Mixing, Stepped, filled, method, rate_at
 from decent_jax.optim.registry import register
 from decent_jax.topology import Schedule
 
@@ -17,7 +18,7 @@ from decent_jax.topology import Schedule
 class MomentumState(NamedTuple):
     """Own state of `quasi_global_sgd`."""
 
-    m: Any  # like params
+    m: PyTree  # like params
 
 
 def quasi_global_sgd(
@@ -54,7 +55,7 @@ def quasi_global_sgd(
     validation.below_one("momentum", momentum)
     validation.below_one("quasi_global.mu", mu)
 
-    def step(params, own, round, local):
+    def step(params: PyTree, own: MomentumState, round: RoundId, local: Local) -> Stepped:
         rate = rate_at(learning_rate, local.count)
         g, inner, verdict = local(params)
         descent = trees.add(g, trees.scale(jnp.where(verdict.ok, momentum, 0), own.m))
@@ -62,7 +63,7 @@ def quasi_global_sgd(
         is_zero = jnp.asarray(rate) == 0
         divisor = jnp.where(is_zero, 1, rate)
 
-        def follow(m, d):
+        def follow(m: jax.Array, d: jax.Array) -> jax.Array:
             new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / divisor.astype(m.dtype)
             # A replica that is not finite has no movement for its momentum to follow.
             return jnp.where(is_zero | ~jnp.isfinite(d), m, new)
