@@ -122,6 +122,8 @@ def run(config, folder: Path, **of_loop) -> Path:
         if not of_loop:
             train.run(config, folder)
             return folder
+        pause: Any = loop.Pause
+        patch.setattr(loop, "Pause", lambda agreement, signals: pause(agreement, Quiet(signals)))
         with open_experiment(parse(config), folder) as (experiment, work):
             loop.train(Synchronous(experiment, work), work, **of_loop)
     return folder
@@ -236,6 +238,18 @@ class SignalAfter(Signals):
     @received.setter
     def received(self, number):
         self._received = number
+
+
+class Quiet:
+    """Signals for an evaluation, in which a look is no step of the loop."""
+
+    def __init__(self, signals: Signals):
+        self._signals = signals
+
+    @property
+    def received(self):
+        signals = self._signals
+        return signals._received if isinstance(signals, SignalAfter) else signals.received
 
 
 def saved_steps(workdir) -> list[int]:
