@@ -120,7 +120,7 @@ def watched(
     family: set[psutil.Process],
 ) -> dict[str, Any]:
     """Kill, and watch: [seconds, steps of all replicas], kills and when others took their place."""
-    draw, trace, kills, held = random.Random(0), [], [], []
+    draw, trace, kills, held = random.Random(arm), [], [], []
     known: dict[str, int] = {}  # a row lacks the ranks whose peer has not trained yet
     began = time.monotonic()
     next_at = began + every if every else float("inf")
@@ -317,8 +317,8 @@ def main(arguments: list[str]) -> int:
     print(json.dumps(first["held"]), f"a peer: {first['peer_mb']} MB, {first['peer_cpu_s']} s")
     shares = [share(row, rows) for row in rows if row["arm"] in storms]
     kills = sum(len(row["kills"]) for row in rows if row["arm"] in storms) // len(storms)
-    bounds = f"; {min(shares):.1%} to {max(shares):.1%} over {len(shares)} runs"
-    print(f"supervised: kept {share(rows[-1], rows):.1%} of the steps{bounds}")
+    print(f"supervised: kept {share(rows[-1], rows):.1%} of the steps")
+    print(f"peers: kept {min(shares):.1%} to {max(shares):.1%} in {len(shares)} storms")
     print(
         f"kept {statistics.mean(shares):.1%} of the steps of an undisturbed run "
         f"({parsed.peers} peers, {kills} kills)"
