@@ -42,15 +42,13 @@ class RunFolder:
     rows: of metrics.jsonl.
     config: flat, ``{"model.layers": 12}``.
     bytes_sent_per_step: by a replica on average, from summary.json; None: unknown.
-    label, colour, dashes: of its lines in a figure.
+    label: of its lines in a figure.
     """
 
     path: Path
     rows: list[dict[str, Any]]
     config: dict[str, Any]
     label: str = ""
-    colour: str = ""
-    dashes: str = "-"
     bytes_sent_per_step: float | None = None
 
     def series(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:

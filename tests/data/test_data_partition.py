@@ -147,7 +147,7 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(tmp_path, capfd, compil
     straight = tiny.run(config(checkpoint__every=2), tmp_path / "straight")
     assert "data.partition dirichlet, alpha 0.1" in capfd.readouterr().err
     summary = tiny.summary(straight)["partition"]
-    assert summary["name"] == "dirichlet" and summary["classes"] == 10
+    assert summary["name"] == "dirichlet" and summary["records_per_replica"] == 50
     losses = tiny.losses(straight)
     small_runs.killed_after(2, straight, tmp_path / "resumed")
     resumed = tiny.run(config(mesh__devices=4), tmp_path / "resumed")
