@@ -1,11 +1,12 @@
 """The errors that refuse a run or end it early.
 
-Their messages are for a terminal: one line of at most ``longest`` characters. A longer one, which
-quotes a long value, loses its middle; control characters are escaped.
+Their messages are for a terminal: one line of at most ``longest`` characters. In a longer one,
+which quotes a long value or path, long words lose their middle; control characters are escaped.
 """
 
 import contextlib
 import os
+import re
 import tempfile
 import traceback
 from pathlib import Path
@@ -18,7 +19,10 @@ class _Sentence(Exception):
     code = 1  # with which a command ends
 
     def __init__(self, message: object = ""):
-        super().__init__(shorten(printable(" ".join(str(message).splitlines())), self.longest))
+        line = printable(" ".join(str(message).splitlines()))
+        if len(line) > self.longest:  # so that what was expected, and the remedy, stay
+            line = re.sub(r"\S{50,}", lambda word: shorten(word[0], 50), line)
+        super().__init__(shorten(line, self.longest))
 
 
 class ConfigError(_Sentence, ValueError):
