@@ -26,6 +26,7 @@ from decent_jax.data.text import token_folder
 from decent_jax.ground import machine
 from decent_jax.models import decoders
 from decent_jax.monitor import goodput_file
+from decent_jax.plots import runs as plot
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train.experiment import facts_of
 from decent_jax.train.step import gradient
@@ -378,6 +379,18 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys, monkeypatch):
     memory = on_disk["memory_bytes_per_device"]
     state = sum(array.nbytes for array in tiny.saved(folder, 12).values())
     assert state <= memory["state"] < 1.1 * state + 10_000 and memory["temporary"] > state / 10
+
+
+def test_curves_that_cannot_be_drawn_cost_no_run(tmp_path, capsys, monkeypatch):
+    """matplotlib raises this where MPLBACKEND names no backend of it."""
+
+    def refuse(paths):
+        raise ValueError("'nosuch' is not a valid value for backend")
+
+    monkeypatch.setattr(plot, "plot_runs", refuse)
+    train.run(tiny.waves(steps=2), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert "'nosuch'" in capsys.readouterr().err
 
 
 def test_the_learning_rate_that_is_logged_follows_the_schedule(run):
