@@ -54,6 +54,8 @@ def of(task, arm, **setting):
         *(("multi30k_en_de", arm, {}, ".2f") for arm in ("all_reduce", "accum_adam", "swarm")),
         *(("us_gov_web_text", arm, {}, ".3f") for arm in ("all_reduce", "accum_adam")),
         *(("shakespeare", arm, {}, ".3f") for arm in trainings.NANOGPT),
+        ("shakespeare", "all_reduce", {"learning_rate": 4e-3}, ".3f"),
+        ("shakespeare", "gossiped_momentum", {"learning_rate": 4e-3}, ".3f"),
         ("us_gov_web_text", "gossiped_momentum", {}, ".3f"),
     ],
 )
