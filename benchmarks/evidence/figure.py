@@ -324,15 +324,14 @@ def language_panel(records: Sequence[Record]) -> Panel:
 
 def shakespeare_panel(records: Sequence[Record]) -> Panel:
     """The loss of the four replicas' arms against steps, means of seeds, and the published one."""
-    curves = []
-    for ((setting, arm), own), colour in zip(
-        arms(records, "shakespeare").items(), COLOURS, strict=False
-    ):
-        if setting in ((), BEST_RATE):
-            steps, _ = own[0].series("eval/loss")
-            loss = np.mean([record.series("eval/loss")[1] for record in own], axis=0)
-            label = ", ".join([arm, *(f"rate {rate:g}" for _, rate in setting)])
-            curves.append(Curve(steps, loss, label, colour, "-"))
+    runs, curves = arms(records, "shakespeare"), []
+    shown = [key for key in runs if key[0] in ((), BEST_RATE)]
+    for (setting, arm), colour in zip(shown, COLOURS, strict=True):
+        own = runs[setting, arm]
+        steps, _ = own[0].series("eval/loss")
+        loss = np.mean([record.series("eval/loss")[1] for record in own], axis=0)
+        label = ", ".join([arm, *(f"rate {rate:g}" for _, rate in setting)])
+        curves.append(Curve(steps, loss, label, colour, "-"))
     if curves:
         x = curves[0].x
         curves.append(Curve(x, [NANOGPT] * len(x), "published by nanoGPT", "0.5", "--"))
