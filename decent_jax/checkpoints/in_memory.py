@@ -53,7 +53,7 @@ class MemoryCheckpoints:
 
     Args:
       folder: where this process stores them.
-      every: steps between two checkpoints; `AUTOMATIC`: chosen by `settle`.
+      every: steps between two checkpoints; `AUTOMATIC`: chosen by `settle`, after the first one.
       run: the identity of the run.
       say: gets sentences for the user.
       mirror: exchanges rows with the neighbouring processes; None: no mirror is stored.
@@ -76,15 +76,6 @@ class MemoryCheckpoints:
 
     # --- Write ------------------------------------------------------------------------------------
 
-    def due(self, before: int, done: int, logs: bool) -> bool:
-        """Whether a checkpoint fell due in the steps after ``before``; ``logs``: a row did.
-
-        The answer is the same in all processes.
-        """
-        if self.every == AUTOMATIC:  # write one, to measure how long it takes
-            return logs and self._writing is None
-        return before // self.every < done // self.every
-
     def begin(self, done: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Start to write the state after ``done`` steps; training continues meanwhile.
 
@@ -104,16 +95,19 @@ class MemoryCheckpoints:
         sending = time.perf_counter() - began
         self._writing = self._thread.submit(self._write, done, copied, mirrored, meta, sending)
 
-    def settle(self, step_s: float) -> None:
+    def settle(self, step_s: float) -> bool:
         """Choose ``every``, where it is `AUTOMATIC`, so that checkpoints cost `_COST` of the steps.
 
         All processes call it at the same point.
 
         Args:
           step_s: seconds per step.
+
+        Returns:
+          Whether it was chosen now; the first call has no checkpoint to time.
         """
         if self.every != AUTOMATIC or self._writing is None:
-            return
+            return False
         self._writing.result()
         wanted = math.ceil(self._seconds / (_COST * step_s))
         self.every = max(1, int(_of_all([wanted]).max()))
@@ -121,6 +115,7 @@ class MemoryCheckpoints:
             f"in-memory checkpoints are written to {self.folder} every {self.every} steps "
             f"(recovery.every; {1e3 * self._seconds:.2g} ms each)"
         )
+        return True
 
     def _write(
         self, done: int, copied: Any, mirrored: Any, meta: dict[str, Any], sending: float
@@ -265,11 +260,7 @@ class MemoryCheckpoints:
         return [*steps[-_KEPT - 1 :], *[-1] * (_KEPT + 1 - len(steps))]
 
     def _read(
-        self,
-        step: int,
-        kind: str,
-        shapes: dict[str, jax.ShapeDtypeStruct],
-        placement: Placement,
+        self, step: int, kind: str, shapes: dict[str, jax.ShapeDtypeStruct], placement: Placement
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """The arrays by name, on the devices, and the header."""
         header, shards = shard_file.read(self.folder / f"{step}{kind}")

@@ -29,7 +29,7 @@ class RunState:
 
     path: the directory.
     config: flat; empty if it is missing or damaged.
-    start: ``run.json`` (`decent_jax.train.workdir.Workdir.write_start`); empty: an older run.
+    start: ``run.json`` (`decent_jax.train.workdir.Record.write_start`); empty: an older run.
     summary: flat.
     rows: of metrics.jsonl.
     spent: seconds per category, "steps" and `decent_jax.monitor.goodput_file.CAUSES`; None: not

@@ -29,13 +29,15 @@ from decent_jax.peers.protocol import Arrays, Format
 from decent_jax.peers.step_boundary import averaged, number
 from decent_jax.peers.supervisor import Supervisor
 from decent_jax.replicas import TrainState
-from decent_jax.train import algorithm, loop
+from decent_jax.train import algorithm, conclusion
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.rows import shown
 from decent_jax.train.saver import Saver
-from decent_jax.train.synchronous import Feed, Programs, init, shapes_of, time_steps
-from decent_jax.train.workdir import Halted, Signals, Workdir
+from decent_jax.train.signals import Halted, Signals
+from decent_jax.train.stepper import Feed, Programs, init, shapes_of
+from decent_jax.train.synchronous import time_steps
+from decent_jax.train.workdir import Workdir
 
 _SAVE_S = 2.0
 
@@ -48,7 +50,7 @@ def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     check_address(config, "peers")
     before = peer_run.read_manifest(Path(workdir), config)
     with peer_run.open_run(config, workdir) as (experiment, work):
-        work.config = config
+        work.record.config = config
         state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
         num_bytes = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         if not config.peers.address:
@@ -87,7 +89,7 @@ def dry_run(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Place(dataclasses.asdict(config), folder, 0, 0, None, config.num_replicas)
         with peer_run.open_peer(place) as (experiment, work):
-            work.say(_describe(config, Aggregate(config, experiment)))
+            work.console.say(_describe(config, Aggregate(config, experiment)))
             time_steps(experiment, work, experiment.steps // config.num_replicas)
 
 
@@ -215,7 +217,9 @@ class Driver:
         host: str,
     ):
         self.config, self.experiment, self.work, self.host = config, experiment, work, host
-        self.peers = Supervisor(config, work.path, experiment.steps, before, work.incident, actors)
+        self.peers = Supervisor(
+            config, work.path, experiment.steps, before, work.record.incident, actors
+        )
         self.aggregate = Aggregate(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self._saved = 0.0
@@ -235,18 +239,18 @@ class Driver:
     def run(self) -> dict[str, Any]:
         """Start the peers and watch them until they end."""
         work, steps = self.work, self.experiment.steps
-        work.write_config()
+        work.record.write_config()
         sent = {"bytes_sent_per_step": self.aggregate.sent_per_step()}
-        work.write_start(steps, self.experiment.task.unit, (), sent)
+        work.record.write_start(steps, self.experiment.task.unit, (), sent)
         if self.start:
-            work.say(f"resuming after step {self.start} of all peers together")
-        work.say(_describe(self.config, self.aggregate))
+            work.console.say(f"resuming after step {self.start} of all peers together")
+        work.console.say(_describe(self.config, self.aggregate))
         peers = self.peers
         listener, address = connections.listen(self.host, peers.secret, peers.membership.serve)
         with self.saver:
             with (
-                work.open_metrics(self.start) as writer,
-                work.show_progress(steps, self.start) as progress,
+                work.record.open_metrics(self.start) as writer,
+                work.console.show_progress(steps, self.start) as progress,
                 Signals() as signals,
                 listener,
             ):
@@ -270,7 +274,7 @@ class Driver:
         """Start the peers, and wait until the first of them trains."""
         peers, seconds = self.peers, self.config.peers.start_s
         logs = f"{self.work.path}/{FOLDER}/*/log.txt"
-        with self.work.announce(f"starting {peer_run.count_of(self.config)} peers"):
+        with self.work.console.announce(f"starting {peer_run.count_of(self.config)} peers"):
             peers.begin(address)
             ends = time.monotonic() + seconds
             while not peers.ended and not any(peer["ready"] for peer in peers.refresh().values()):
@@ -339,9 +343,9 @@ class Driver:
         """Evaluate, save and return the consensus of these peers' snapshots, if there are any."""
         state = self.aggregate.state(self.peers.snapshots(actors))
         if state is not None:
-            with self.work.announce("evaluating the consensus model", once=True):
+            with self.work.console.announce("evaluating the consensus model", once=True):
                 row, model = self.evaluator.row(state)
-            loop.evaluate(row, model, step, self.work, writer, self.saver)
+            self.saver.evaluation(step, row, model, writer, self.work.console)
             if step not in self.saver.checkpoints.steps():  # unless the run had already ended
                 self.saver.save(step, self.aggregate.consensus(state), self._seconds())
         return state
@@ -350,7 +354,7 @@ class Driver:
         self.saver.checkpoints.wait()
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.aggregate.template, 1)
-        return loop.conclude(
+        return conclusion.conclude(
             experiment,
             self.work,
             self.evaluator,

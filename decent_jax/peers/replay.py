@@ -29,7 +29,7 @@ from decent_jax.replicas import TrainState
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import make_step
-from decent_jax.train.synchronous import init
+from decent_jax.train.stepper import init
 
 
 class Replayed(NamedTuple):

@@ -20,11 +20,11 @@ from decent_jax.optim import METHODS, trees
 from decent_jax.peers import events
 from decent_jax.peers.peer_run import CommonProgress, Place
 from decent_jax.peers.protocol import Arrays, Averager, JoinState
-from decent_jax.replicas import TrainState
+from decent_jax.replicas import Consensus, TrainState
 from decent_jax.train import algorithm
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.saver import Saver
-from decent_jax.train.synchronous import Synchronous
+from decent_jax.train.stepper import Stepper
 from decent_jax.train.workdir import Workdir
 
 
@@ -328,27 +328,35 @@ class StepBoundary:
         return {"peer": f"{self._place.rank}.{generation}", "t": t, "when": "checkpoint"}
 
 
-class PeerRunner(Synchronous):
+class PeerRunner:
     """See `decent_jax.train.loop.Runner`: one replica, which does not evaluate."""
 
-    evaluates, first = False, number(0, 0)
+    memory = average = evaluate = None
 
     def __init__(self, experiment: Experiment, work: Workdir, boundary: StepBoundary):
-        super().__init__(experiment, work)
-        self._boundary = boundary
+        self.experiment, self._boundary = experiment, boundary
+        self._stepper = stepper = Stepper(experiment, work, number(0, 0), boundary.step)
+        self.checkpoints, self.messages = stepper.checkpoints, stepper.messages
+        self.training, self.measured = stepper.training, stepper.measured
+
+    @property
+    def state(self) -> TrainState:
+        """See `decent_jax.train.loop.Runner`."""
+        return self._stepper.state
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
-        start, meta = super().restore()
+        start, meta = self._stepper.restore()
         return self._boundary.begin(start), meta
 
-    def over(self, done: int) -> bool:
+    def step(self, done: int, until: int) -> list[dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
-        return self._boundary.over(done)
+        return [] if self._boundary.over(done) else self._stepper.step(done, until)
 
-    def _run(self, compiled: Any, batch: Any, t: int) -> dict[str, Any]:
-        self.state, metrics = self._boundary.step(compiled, self.state, batch, t)
-        return metrics
+    def consensus(self) -> Consensus:
+        """See `decent_jax.train.loop.Runner`: a single replica is the mean."""
+        zero = jnp.float32(0)
+        return Consensus(zero, zero)
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
         """See `decent_jax.train.loop.Runner`."""

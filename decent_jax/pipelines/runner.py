@@ -25,9 +25,10 @@ from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import WorkerCheckpoints, Workers, nodes_of
 from decent_jax.replicas import Consensus, TrainState
-from decent_jax.train import algorithm, loop
+from decent_jax.train import algorithm, conclusion, loop
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment
+from decent_jax.train.rows import passed
 from decent_jax.train.saved_model import restore_model
 from decent_jax.train.saver import Saver
 from decent_jax.train.synchronous import TIMED
@@ -71,8 +72,7 @@ def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
 class Pipelines:
     """See `decent_jax.train.loop.Runner`."""
 
-    evaluates, state, memory = True, None, None
-    peak: float | None = None  # unknown: the devices belong to the workers
+    state = memory = average = None
 
     def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], workers: Workers):
         self.experiment, self.work, self._workers = experiment, work, workers
@@ -85,23 +85,23 @@ class Pipelines:
             "bytes_between_stages_per_step": self._crossing,
             "stages": len(counts),
         }
-        work.say(self._describe())
-        self.comm_metrics = CommMetrics(work.path)
+        work.console.say(self._describe())
+        self._comm_metrics = CommMetrics(work.path)
         self.checkpoints = WorkerCheckpoints(work.path, workers, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
-        with self.work.announce(f"starting {len(self._workers.specs)} workers"):
+        with self.work.console.announce(f"starting {len(self._workers.specs)} workers"):
             self._workers.open()
-        meta = self.checkpoints.newest(self.work.say)
+        meta = self.checkpoints.newest(self.work.console.say)
         step, ahead, n = 0, 0, self._config.num_replicas
         if meta:
             step = meta["step"]
             ahead = meta["examples"] // self._config.batch_size - step
             if meta["num_replicas"] != n:
-                self.work.say(change_of(meta["num_replicas"], n))
+                self.work.console.say(change_of(meta["num_replicas"], n))
         self._workers.all("begin", step, ahead)
         return step, meta
 
@@ -109,13 +109,13 @@ class Pipelines:
         """Compile and time the steps, and print the result."""
         every, steps = self._config.mix_every, self.experiment.steps
         self.restore()
-        with self.work.announce("compiling the steps"):
+        with self.work.console.announce("compiling the steps"):
             self._workers.all("train", 0, every, False)
         began = time.perf_counter()
         for _ in range(TIMED):  # the steps up to a round, and the round
             self._workers.all("train", 0, every, False)
         seconds = (time.perf_counter() - began) / TIMED / every
-        self.work.say(
+        self.work.console.say(
             f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
             f"on average here, {steps} steps take {format_duration(seconds * steps)}"
         )
@@ -126,14 +126,10 @@ class Pipelines:
         self._start, self._clock = start, clock
         yield
 
-    def over(self, done: int) -> bool:
-        """See `decent_jax.train.loop.Runner`."""
-        return False
-
     def step(self, done: int, until: int) -> list[dict[str, Any]]:
         """Let the workers make steps for some seconds; see `decent_jax.train.loop.Runner`."""
         stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
-        logs = loop.passed(self._config.log.every, done, stop) or stop == self.experiment.steps
+        logs = passed(self._config.log.every, done, stop) or stop == self.experiment.steps
         compiles = done == self._start
         began, clock = time.monotonic(), self._clock
         with clock.of("compiling") if compiles else contextlib.nullcontext():
@@ -151,7 +147,7 @@ class Pipelines:
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
             self._distance = Consensus(distance, relative)
-            self.comm_metrics.measured = {
+            self._comm_metrics.measured = {
                 f"stages/{worker.stage}/{name}": seconds
                 for worker, span in pairs
                 if worker.replica == 0
@@ -175,12 +171,13 @@ class Pipelines:
         """See `decent_jax.train.loop.Runner`."""
         return self._distance
 
-    def average(self) -> None:
-        """Nothing: `decent_jax.pipelines.part.check` refuses ``max_consensus_distance``."""
+    def measured(self, done: int, steps: int, seconds: float) -> dict[str, float]:
+        """See `decent_jax.train.loop.Runner`; the peak of the workers' devices is unknown."""
+        return self._comm_metrics.row(done, steps)
 
     def evaluate(self, pause: Callable[[], None]) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`; `WorkerCheckpoints` saves the model."""
-        with self.work.announce("evaluating the consensus model", once=True):
+        with self.work.console.announce("evaluating the consensus model", once=True):
             sums = self._workers.wait(self._workers.begin("evaluate"), pause)
         total, count = np.sum([part for part in sums if part is not None], axis=0)
         return {"eval/loss": float(total / count)}, Model(None, None)
@@ -190,7 +187,7 @@ class Pipelines:
         params, _, _ = restore_model(self.work.path, "last")
         params = jax.tree.map(lambda x: jnp.asarray(x)[None], params)
         pipeline = self._config.pipeline
-        return loop.conclude(
+        return conclusion.conclude(
             self.experiment,
             self.work,
             Evaluator(self._config, self.experiment.task, self.experiment.placement),

@@ -76,13 +76,13 @@ def open_run(
     if plan is not None:
         config = config_lib.config_of_plan(config, plan)
     with open_workdir(workdir, config) as work:
-        task = _task(config, work.path, work.announce)
+        task = _task(config, work.path, work.console.announce)
         counts = parts.layers_of(config, task.config)
         steps, every, rate = experiment.durations(config, task)
         placement = replicas.place(1, jax.local_devices()[:1])
         tx = parts.method(config, schedule, rate, placement)
         run = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, [], 1)
-        work.accept()
+        work.console.accept()
         yield run, work, plan, counts
 
 

@@ -82,7 +82,7 @@ def open_experiment(
             schedule = make_schedule(config)
     with open_workdir(workdir, config) as work:
         try:
-            task = tasks.find(config.task).make(config, work.path, work.announce)
+            task = tasks.find(config.task).make(config, work.path, work.console.announce)
             shares = _partition(config, task)
         except DataError as error:
             raise ConfigError(str(error)) from None
@@ -97,22 +97,21 @@ def open_experiment(
         if config.data.on_device:
             _check_on_device(task.train_source, tx, placement)
         # Printed only now, because a refused run prints only the reason.
-        work.accept()
+        work.console.accept()
+        say = work.console.say
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
         several = config.num_replicas > 1
-        work.say(f"{started}\n{cluster.table(devices, placement.block)}" if several else started)
+        say(f"{started}\n{cluster.table(devices, placement.block)}" if several else started)
         used, there = placement.mesh.devices.size, jax.device_count()
         if used < there and not config.mesh.devices:
-            work.say(
+            say(
                 f"{used} of {there} devices are used, the others idle: let num_replicas be a "
                 f"multiple of {there // placement.fsdp}"
             )
         if placement.fsdp > 1:
-            work.say(
-                f"a replica is sharded over {placement.fsdp} devices; the table names the first"
-            )
+            say(f"a replica is sharded over {placement.fsdp} devices; the table names the first")
         if shares is not None:
-            work.say(shares.report())
+            say(shares.report())
         yield (
             Experiment(
                 config, task, schedule, placement, shares, steps, every, rate, tx, hosts, per_host

@@ -9,18 +9,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decent_jax.cluster import supervise
 from decent_jax.ground.errors import TrainingFailed
 from decent_jax.ground.format import format_number
 from decent_jax.ground.progress import Progress
 from decent_jax.monitor.goodput import Clock
 from decent_jax.monitor.goodput_file import shares
 from decent_jax.monitor.metrics_file import MetricWriter
+from decent_jax.replicas import Consensus
 
 _MOST_REPLICAS = 64  # most replicas whose own losses are in a row
 
 
-class Report:
+def passed(every: int, before: int, done: int) -> bool:
+    """Whether something that is due ``every`` steps (0: never) became due in these steps.
+
+    If a message overlaps several steps, it waits until the message has arrived.
+
+    >>> [passed(10, 18, done) for done in (19, 20, 21)], passed(0, 18, 20)
+    ([False, True, True], False)
+    """
+    return every > 0 and before // every < done // every
+
+
+class Rows:
     """Waits for the steps, one step late; writes their rows, shows them, reports problems.
+
+    The steps that `add` takes are awaited, and their row is written, by the next `add`, so that the
+    devices have work meanwhile; or before, by `settle`.
 
     Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
     row; the learning rate, the skipped updates and the consensus distance are those of its last
@@ -31,11 +47,15 @@ class Report:
       clock: of the run.
       writer: receives the rows.
       progress: shows their numbers, and problems.
+      steps: of the run; a row ends with the last one.
       what_next: ``()`` to a description of what the same command would do.
 
     Attributes:
-      clock: likewise.
+      clock, writer: likewise.
+      done: steps of the run, also those that are still computing.
       step_s: seconds of a step, in the last row.
+      too_far: whether the row of the last steps shows that replicas are past
+        ``config.max_consensus_distance``.
     """
 
     def __init__(
@@ -44,21 +64,19 @@ class Report:
         clock: Clock,
         writer: MetricWriter,
         progress: Progress,
+        steps: int,
         what_next: Callable[[], str],
     ):
-        self._runner, self._config, self._task = (
-            runner,
-            runner.experiment.config,
-            runner.experiment.task,
-        )
-        self.clock, self._writer, self._progress = clock, writer, progress
-        self._what_next = what_next
-        everywhere = runner.experiment.placement.replicated
+        experiment = runner.experiment
+        self._runner, self._config, self._task = runner, experiment.config, experiment.task
+        self.clock, self.writer, self._progress = clock, writer, progress
+        self.done, self._last, self._what_next = 0, steps, what_next
+        everywhere = experiment.placement.replicated
         self._add = jax.jit(_add)
         self._summarize = jax.jit(_summarize, out_shardings=everywhere)
         self._gather = jax.jit(lambda sums: sums, out_shardings=everywhere)
         self._compiled = False
-        self.step_s = math.inf  # of the last row
+        self.step_s, self.too_far = math.inf, False
         # The unfinished row:
         self._sums: Any = None
         self._steps = 0
@@ -86,9 +104,9 @@ class Report:
             "skipped": self._skipped.tolist(),
         }
 
-    def resume(self, meta: dict[str, Any]) -> None:
+    def resume(self, start: int, meta: dict[str, Any]) -> None:
         """Continue the row in the ``meta`` of a checkpoint, or start one if replicas changed."""
-        row = meta.get("row")
+        row, self.done = meta.get("row"), start
         if not row:
             return
         config = self._config
@@ -104,40 +122,61 @@ class Report:
         self._skipped = np.array(row["skipped"], int)
         self.clock.begin_row(row["seconds"], row["waited"])
 
-    def pend(self, done: int, made: Sequence[dict[str, Any]], logs: bool) -> None:
-        """Queue these steps; with ``logs`` for a row, whose reductions start now.
+    def ends(self, before: int, done: int) -> bool:
+        """Whether a row ends with the steps after ``before`` up to ``done``."""
+        return passed(self._config.log.every, before, done) or done == self._last
+
+    def add(self, made: Sequence[dict[str, Any]]) -> None:
+        """Write the row of the steps before, then take these; their reductions start now.
 
         Args:
-          done: steps of the run.
-          made: metrics of the last of them, see `decent_jax.train.loop.Runner.step`.
-          logs: whether a row ends here.
+          made: metrics of the next steps, see `decent_jax.train.loop.Runner.step`.
+
+        Raises:
+          TrainingFailed: see `settle`.
         """
+        self.settle()
+        before, self.done, self.too_far = self.done, self.done + len(made), False
         with contextlib.nullcontext() if self._compiled else self.clock.of("compiling"):
             for metrics in made:
                 self._measured.append(metrics.pop("measured", {}))
                 self._sums = self._add(self._sums, metrics)
             self._steps += len(made)
-            self._pending = done, made[-1], self._summary(made[-1]) if logs else None
+            ends = self.ends(before, self.done)
+            self._pending = made[-1], self._summary(made[-1]) if ends else None
 
     def _summary(self, metrics):
         summary = self._summarize(self._sums, metrics), self._runner.consensus()
         self._sums, self._compiled = None, True
         return summary
 
-    def look_at_pending(self) -> bool:
-        """Wait for the step, and write its row; whether the replicas are too far apart.
+    def finish(self) -> None:
+        """Write the row of the last steps when the run ends; raises as `settle`."""
+        if self._pending is not None and self._pending[1] is None:
+            self._pending = self._pending[0], self._summary(self._pending[0])
+        self.settle()
+
+    def settle(self, wait: bool = True) -> None:
+        """Wait for the last steps and write their row, if they end one.
+
+        Args:
+          wait: also if they end none.
 
         Raises:
           TrainingFailed: no replica has made progress in ``config.max_failing_steps``.
         """
-        if self._pending is None:
-            return False
-        (done, metrics, summary), self._pending = self._pending, None
+        if self._pending is None or not (wait or self._pending[1]):
+            return
+        (metrics, summary), self._pending = self._pending, None
         jax.block_until_ready(metrics)
         if summary is None:
-            self._progress.update(done)
-            return False
-        numbers, consensus = jax.device_get(summary)
+            self._progress.update(self.done)
+        else:
+            self._write(*jax.device_get(summary))
+
+    def _write(self, numbers: dict[str, Any], consensus: Consensus) -> None:
+        """The row of the steps since the last one."""
+        done = self.done
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
         of_replicas = numbers.pop("of_replicas")
         steps, self._steps = self._steps, 0
@@ -153,33 +192,24 @@ class Report:
             "perf/data_wait_s": waited / steps,
             "perf/wall_time_s": self.clock.seconds,
         }
-        if self._runner.evaluates:  # for the run
+        if self._runner.evaluate is not None:  # for the run
             row["goodput"] = shares(self.clock.spent())["goodput"]
-        if self._runner.peak is not None:
-            flops = self._task.flops_per_example * self._config.batch_size * steps
-            row["perf/mfu"] = flops / seconds / self._runner.peak
-        row |= self._runner.comm_metrics.row(done, steps)
+        row |= self._runner.measured(done, steps, seconds)
         if 1 < len(of_replicas) <= _MOST_REPLICAS:
             row |= {f"replicas/{k}/loss": loss for k, loss in enumerate(of_replicas)}
         measured, self._measured = self._measured[:steps], self._measured[steps:]
         row |= {k: float(np.mean([numbers[k] for numbers in measured])) for k in measured[0]}
         self._look_at(done, failing, skipped)
-        self._writer.write(done, row)
+        self.writer.write(done, row)
         self._progress.update(done, shown(row, self._task.unit))
+        supervise.reached(done)
         bound, distance = self._config.max_consensus_distance, float(consensus.relative)
-        too_far = bound > 0 and not distance <= bound
-        if too_far:
+        self.too_far = bound > 0 and not distance <= bound
+        if self.too_far:
             self._progress.note(
                 f"step {done}: the consensus distance {format_number(distance)} (relative) is past "
                 f"the bound {bound:g}: all replicas are averaged once"
             )
-        return too_far
-
-    def finish(self, done: int) -> None:
-        """Write the row of the last steps when the run ends; raises as `look_at_pending`."""
-        if self._pending is not None and self._pending[2] is None:
-            self._pending = *self._pending[:2], self._summary(self._pending[1])
-        self.look_at_pending()
 
     def _look_at(self, done: int, failing: int, skipped: np.ndarray) -> None:
         """Report skipped updates, and end a run that makes no progress.

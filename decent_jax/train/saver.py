@@ -1,4 +1,4 @@
-"""What the checkpoints of a run say besides its state."""
+"""The checkpoints of a run on disk: when one is due, and what it says besides the state."""
 
 import contextlib
 import functools
@@ -10,13 +10,18 @@ from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.cluster import watch
 from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.ground.json_files import flat
+from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.replicas import TrainState
+from decent_jax.train.console import Console
 from decent_jax.train.evaluation import Model
 from decent_jax.train.experiment import Experiment, facts_of
+from decent_jax.train.rows import Rows, passed
 
 
 class Saver:
     """Saves checkpoints with their metadata; a context that waits until all are written.
+
+    After `begin` it is an `decent_jax.train.observers.Observer`.
 
     Attributes:
       checkpoints: on disk.
@@ -26,12 +31,15 @@ class Saver:
       seconds: of training, in the sessions before this one.
       steps_ahead: data position minus step count, in steps; not 0 after a resume with another
         ``batch_size``.
+      agreed: whether all processes have agreed to save at this boundary between two steps.
     """
+
+    waits = True
 
     def __init__(self, experiment: Experiment, checkpoints: Checkpointer):
         self.checkpoints = checkpoints
         self.evaluated: dict[str, Any] = {}
-        self.unevaluated = False
+        self.unevaluated = self.agreed = False
         self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
         self._experiment = experiment
 
@@ -85,12 +93,44 @@ class Saver:
         on_disk.check_there(self.checkpoints.workdir)
         self.checkpoints.save(done, state, self.meta(done, seconds, row))
 
-    def evaluation(self, done: int, row: dict[str, float], model: Model) -> None:
-        """Remember the evaluation; save the model if it is the best so far."""
+    def evaluation(
+        self,
+        done: int,
+        row: dict[str, float],
+        model: Model,
+        writer: MetricWriter,
+        console: Console,
+    ) -> None:
+        """Write the evaluation after ``done`` steps; save the model if it is the best so far."""
+        writer.write(done, row)
+        console.say(f"step {done}: validation loss {row['eval/loss']:.4f} of the consensus model")
         self.evaluated = {"step": done, **row}
         if row["eval/loss"] < self.best:
             self.best = row["eval/loss"]
             self.checkpoints.save_best(done, *model, {"eval_loss": self.best})
+
+    # --- As an observer ---------------------------------------------------------------------------
+
+    def begin(self, runner: Any, rows: Rows) -> None:
+        """From now on `act` saves the state of the runner, with the unfinished row."""
+        self._runner, self._rows, self._clock = runner, rows, rows.clock
+        self._saved_at = rows.clock.now()
+
+    def late(self) -> bool:
+        """Whether ``checkpoint.every_minutes`` have passed, by the clock of this process."""
+        minutes = self._experiment.config.checkpoint.every_minutes
+        return 0 < minutes <= (self._clock.now() - self._saved_at) / 60
+
+    def due(self, before: int, done: int) -> bool:
+        """See `Observer`; CheckpointError if the last checkpoint could not be written."""
+        self.checkpoints.check()
+        return self.agreed or passed(self._experiment.every["checkpoint.every"], before, done)
+
+    def act(self, done: int) -> None:
+        """See `Observer`."""
+        with self._clock.of("checkpoints"):
+            self.save(done, self._runner.state, self._clock.seconds, self._rows.begun())
+        self._saved_at, self.agreed = self._clock.now(), False
 
     def what_next(self) -> str:
         """See `decent_jax.checkpoints.on_disk.what_next`, once the newest checkpoint is written."""

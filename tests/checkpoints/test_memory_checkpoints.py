@@ -31,11 +31,11 @@ from decent_jax.ground.format import format_bytes
 from decent_jax.ground.json_files import flat
 from decent_jax.monitor.goodput import Clock
 from decent_jax.train import config as config_lib
-from decent_jax.train import loop, saved_model, synchronous
+from decent_jax.train import loop, saved_model, stepper
 from decent_jax.train.config import parse
 from decent_jax.train.experiment import open_experiment
+from decent_jax.train.signals import Signals
 from decent_jax.train.synchronous import Synchronous
-from decent_jax.train.workdir import Signals
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -150,7 +150,7 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
     tiny.run(config, tmp_path / "undisturbed")
     die(config, tmp_path / "run")
     assert list(memory.glob("*/*/*/*.executable"))
-    monkeypatch.setattr(synchronous, "make_step", lambda *args: NeverLowered())
+    monkeypatch.setattr(stepper, "make_step", lambda *args: NeverLowered())
     tiny.run(config, tmp_path / "run")
     assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
     assert not list(memory.glob("*/*/*/*.executable"))
@@ -373,7 +373,7 @@ def test_processes_of_one_host_share_its_memory(hosts, tmp_path, memory, monkeyp
     """Space of their old files counts as free."""
     config = configured()
     with open_experiment(parse(config), tmp_path / "run") as (experiment, work):
-        shapes = jax.eval_shape(lambda: synchronous.init(experiment))
+        shapes = jax.eval_shape(lambda: stepper.init(experiment))
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
         held = 1000 * (hosts.count(hosts[0]) - 1)
         for k in range(1, len(hosts)):
@@ -415,7 +415,7 @@ def test_a_supervised_run_chooses_the_interval(tmp_path, memory, monkeypatch, ca
             loop.train(runner, work, clock=clock, signals=signals)
     said = capsys.readouterr().err
     assert "every 20 steps" in said and "2e+03 ms each" in said
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.shapes))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.stepper.shapes))
     assert f"take up to {format_bytes(3 * size)} in " in said
 
 

@@ -70,9 +70,8 @@ def read_run(path):
 
 
 def resume(path):
-    work = workdir.Workdir(path.parent, parse(CONFIG))
-    work.check_config()
-    work.check_metrics()
+    workdir.check_config(path.parent, parse(CONFIG))
+    workdir.check_metrics(path.parent)
 
 
 def goodput_of_time(path):

@@ -16,8 +16,8 @@ from toys.waves import Waves
 from decent_jax.ground import machine
 from decent_jax.monitor import goodput, goodput_file
 from decent_jax.monitor.goodput import CAUSES, Clock, Idle
-from decent_jax.train import synchronous
-from decent_jax.train.synchronous import Feed
+from decent_jax.train import stepper
+from decent_jax.train.stepper import Feed
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -155,7 +155,7 @@ def test_goodput_accounts_for_all_of_a_runs_time(tmp_path, monkeypatch):
 
     And its mfu, on devices of 1 MFLOP/s.
     """
-    monkeypatch.setattr(synchronous, "peak", lambda devices: 1e6 * len(list(devices)))
+    monkeypatch.setattr(stepper, "peak", lambda devices: 1e6 * len(list(devices)))
     ticks = itertools.count()
     settings = tiny.waves(eval={"every": 4}, checkpoint={"every": 3}, log={"every": 2})
     folder = tiny.run(settings, tmp_path, clock=Clock(lambda: next(ticks)))

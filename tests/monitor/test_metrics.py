@@ -16,7 +16,7 @@ from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.monitor.goodput import Clock
 from decent_jax.monitor.metrics_file import MetricWriter
-from decent_jax.train.rows import Report
+from decent_jax.train.rows import Rows
 
 
 def write_rows(workdir, steps):
@@ -102,41 +102,52 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
 def test_a_row_by_hand(tmp_path):
     """Two steps of ten seconds, one of them without a loss, of a run that had other replicas."""
     now, notes, shown = [0.0], [], []
-    clock, config = Clock(lambda: now[0]), tiny.waves(num_replicas=2, batch_size=8)
+    clock, config = (
+        Clock(lambda: now[0]),
+        tiny.waves(num_replicas=2, batch_size=8, log={"every": 12}),
+    )
     task = SimpleNamespace(unit="tokens", units_per_example=3, flops_per_example=100.0)
     place = replicas.place(2, jax.devices()[:1])
     runner = SimpleNamespace(
         experiment=SimpleNamespace(config=config, task=task, placement=place),
-        comm_metrics=SimpleNamespace(row=lambda done, steps: {"done": done, "steps": steps}),
-        **{"evaluates": True, "peak": 50.0, "consensus": lambda: replicas.Consensus(0.5, 0.25)},
+        measured=lambda done, steps, seconds: {"done": done, "steps": steps, "s": seconds},
+        **{"evaluate": print, "consensus": lambda: replicas.Consensus(0.5, 0.25)},
     )
     progress = SimpleNamespace(note=notes.append, update=lambda *given: shown.append(given))
     with MetricWriter(tmp_path) as writer:
-        report = Report(runner, clock, writer, progress, lambda: "")
+        report = Rows(runner, clock, writer, progress, 12, lambda: "")
         with clock.of("compiling"):
             now[0] = 5.0
         row = {"skipped": [1, 0, 2, 0]}
-        report.resume({"num_replicas": 4, "batch_size": 8, "row": row})
+        report.resume(10, {"num_replicas": 4, "batch_size": 8, "row": row})
         clock.begin_row()
-        for t, done in enumerate((11, 12)):
+        for t in range(2):
             own = {
                 "loss": jnp.float32([4 * t + 1, 7 if t else np.nan]),
                 "grad_norm": jnp.float32([t, 2]),
             }
             own |= {"skipped": jnp.int32([3, 2 * t]), "failing": jnp.int32([t, 3])}
             own |= {"learning_rate": jnp.float32(0.5 - t / 4), "measured": {"data/x": t}}
-            report.pend(done, [own], logs=done == 12)
+            report.add([own])
             now[0] += 10.0
             clock.waited_for_data(1.5)
-            assert not report.look_at_pending()
+            report.settle()
+            assert not report.too_far
     losses = {"loss": 13 / 3, "loss_min": 3.0, "loss_max": 7.0, "grad_norm": 1.0}
     losses |= {"learning_rate": 0.25, "skipped_updates": 5}
     losses |= {"consensus_distance": 0.5, "consensus_distance_relative": 0.25}
     speed = {"step_time_s": 10.0, "data_wait_s": 1.5, "wall_time_s": 20.0}
-    speed |= {"tokens_per_s": 8 * 3 * 2 / 20, "mfu": 100 * 8 * 2 / 20 / 50}
+    speed |= {"tokens_per_s": 8 * 3 * 2 / 20, "wall_time_s": 20.0}
     wanted = {f"train/{name}": x for name, x in losses.items()}
     wanted |= {f"perf/{name}": x for name, x in speed.items()} | {"goodput": 17 / 25}
-    wanted |= {"step": 12, "done": 12, "steps": 2, "replicas/0/loss": 3.0, "replicas/1/loss": 7.0}
+    wanted |= {
+        "step": 12,
+        "done": 12,
+        "steps": 2,
+        "s": 20.0,
+        "replicas/0/loss": 3.0,
+        "replicas/1/loss": 7.0,
+    }
     assert read_metrics(tmp_path) == [pytest.approx(wanted | {"data/x": 0.5})]
     bar = pytest.approx({"loss": 13 / 3, "consensus": 0.25, "tokens/s": 2.4})
     assert shown == [(11,), (12, bar)] and report.step_s == 10.0

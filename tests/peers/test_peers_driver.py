@@ -27,7 +27,7 @@ from decent_jax.peers.step_boundary import number
 from decent_jax.peers.supervisor import Supervisor
 from decent_jax.train.config import changed, parse
 from decent_jax.train.step import make_step
-from decent_jax.train.synchronous import init
+from decent_jax.train.stepper import init
 
 STEPS, NOWHERE = 100, ("127.0.0.1", 9)
 
@@ -317,7 +317,7 @@ def driven(folder, kind, **times):
     config.eval.every, config.checkpoint.every = 4, 0
     config = parse(config)
     with peer_run.open_run(config, folder) as (experiment, work):
-        work.config = config
+        work.record.config = config
         yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}), "127.0.0.1")
 
 

@@ -22,7 +22,7 @@ from decent_jax.peers.peer_run import CommonProgress, Place, Stream, open_peer
 from decent_jax.peers.protocol import Averager, Format
 from decent_jax.peers.step_boundary import StepBoundary, number, on_host
 from decent_jax.train.step import make_step
-from decent_jax.train.synchronous import init
+from decent_jax.train.stepper import init
 
 RATE, BATCH, SIZE = 0.01, 2, 500
 PACES = (1.0, 1.0, 0.7, 0.2)  # of the peers, relative to the fastest

@@ -22,7 +22,7 @@ from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.step import gradient, make_step
-from decent_jax.train.synchronous import Feed, init
+from decent_jax.train.stepper import Feed, init
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 STEPS = 20

@@ -24,12 +24,12 @@ from decent_jax.cpu import gloo
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.optim import METHODS
 from decent_jax.plots import runs as plot
-from decent_jax.train import algorithm, loop, synchronous
+from decent_jax.train import algorithm, loop, stepper, synchronous
 from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
+from decent_jax.train.signals import Signals
 from decent_jax.train.synchronous import Synchronous
-from decent_jax.train.workdir import Signals
 
 CONTEXT = 8
 
@@ -122,8 +122,7 @@ def run(config, folder: Path, **of_loop) -> Path:
         if not of_loop:
             train.run(config, folder)
             return folder
-        pause: Any = loop.Pause
-        patch.setattr(loop, "Pause", lambda agreement, signals: pause(agreement, Quiet(signals)))
+        patch.setattr(loop, "Pause", UncountedPause)
         with open_experiment(parse(config), folder) as (experiment, work):
             loop.train(Synchronous(experiment, work), work, **of_loop)
     return folder
@@ -159,7 +158,7 @@ def _devices(placement):
 @contextlib.contextmanager
 def sharing():
     """Runs that are alike trace their functions once, which takes two thirds of a tiny one."""
-    build, make_step, init = algorithm.transformation, synchronous.make_step, synchronous.init
+    build, make_step, init = algorithm.transformation, stepper.make_step, stepper.init
 
     def transformation(config, schedule, rate, mask=None, *axis):
         kept = getattr(mask, "__func__", mask), *axis, _rounds(schedule)
@@ -188,12 +187,9 @@ def sharing():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(algorithm, "transformation", transformation)
-        for name, shared in (
-            ("make_step", shared_step),
-            ("init", shared_init),
-            ("Evaluator", evaluator),
-        ):
-            patch.setattr(synchronous, name, shared)
+        patch.setattr(stepper, "make_step", shared_step)
+        patch.setattr(stepper, "init", shared_init)
+        patch.setattr(synchronous, "Evaluator", evaluator)
         yield
 
 
@@ -238,6 +234,17 @@ class SignalAfter(Signals):
     @received.setter
     def received(self, number):
         self._received = number
+
+
+class UncountedPause(loop.Pause):
+    """Between two batches of an evaluation, where a look for signals is no step of the loop."""
+
+    def __call__(self):
+        signals, self._signals = self._signals, Quiet(self._signals)
+        try:
+            super().__call__()
+        finally:
+            self._signals = signals
 
 
 class Quiet:

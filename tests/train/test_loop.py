@@ -29,12 +29,12 @@ from decent_jax.monitor.goodput import Clock
 from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.protocol import Averager, Format
 from decent_jax.peers.step_boundary import CommonProgress, PeerRunner, StepBoundary, number
-from decent_jax.train import ConfigError, TrainingFailed, loop, synchronous
+from decent_jax.train import ConfigError, TrainingFailed, loop, stepper
 from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.step import make_step
-from decent_jax.train.synchronous import Feed, init
+from decent_jax.train.stepper import Feed, init
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -125,7 +125,7 @@ def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch
     Processes meet between the compiling of a round and its first step: what one finds in a cache
     another may compile for longer than gloo waits.
     """
-    began, batches, make, asked = threading.Event(), Feed.next, synchronous.make_step, []
+    began, batches, make, asked = threading.Event(), Feed.next, stepper.make_step, []
     met, known = [], set()
 
     def next_batch(feed):
@@ -150,7 +150,7 @@ def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch
         return SimpleNamespace(lower=lower)
 
     monkeypatch.setattr(Feed, "next", next_batch)
-    monkeypatch.setattr(synchronous, "make_step", make_gated)
+    monkeypatch.setattr(stepper, "make_step", make_gated)
     monkeypatch.setattr(watch, "barrier", lambda timeout_s: met.append(len(known)))
     tiny.run(tiny.waves(schedule="ring"), tmp_path)
     assert len(met) == len(known) == 2 and met[0] >= 1

@@ -11,7 +11,7 @@ from trees import assert_equal
 from decent_jax.data import loader, partition
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.data.text import token_folder
-from decent_jax.train.synchronous import Synchronous
+from decent_jax.train.stepper import Stepper
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -113,8 +113,8 @@ def test_a_resumed_run_ends_with_the_same_state(tmp_path):
 
 def test_several_steps_are_one_program(tmp_path, monkeypatch):
     made = []
-    step = Synchronous.step
-    monkeypatch.setattr(Synchronous, "step", lambda *args: made.append(step(*args)) or made[-1])
+    step = Stepper.step
+    monkeypatch.setattr(Stepper, "step", lambda *args: made.append(step(*args)) or made[-1])
     tiny.run(tiny.waves(steps=10, log={"every": 4}, data={"on_device": True}), tmp_path)
     assert list(map(len, made)) == [4, 4, 1, 1]
     assert tiny.rows(tmp_path)[-1]["step"] == 10

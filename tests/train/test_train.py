@@ -30,7 +30,8 @@ from decent_jax.plots import runs as plot
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train.experiment import facts_of
 from decent_jax.train.step import gradient
-from decent_jax.train.synchronous import Feed, Programs, Synchronous
+from decent_jax.train.stepper import Feed, Programs
+from decent_jax.train.synchronous import Synchronous
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -137,10 +138,10 @@ def loss_by_hand(task, params):
 def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
     states, tasks, evaluate = {}, [], Synchronous.evaluate
 
-    def spy(runner):
+    def spy(runner, pause):
         tasks.append(runner.experiment.task)
         before = states[len(tasks)] = jax.device_get(runner.state)
-        found = evaluate(runner)
+        found = evaluate(runner, pause)
         assert_equal(jax.device_get(runner.state), before)
         return found
 

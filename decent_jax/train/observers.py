@@ -1,0 +1,134 @@
+"""What falls due between the steps of a run, with `decent_jax.train.saver.Saver`."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from decent_jax.checkpoints.in_memory import AUTOMATIC, MemoryCheckpoints
+from decent_jax.cluster import supervise
+from decent_jax.cluster.agreement import Agreement
+from decent_jax.monitor import goodput_file
+from decent_jax.train.console import Console
+from decent_jax.train.rows import Rows, passed
+from decent_jax.train.saver import Saver
+from decent_jax.train.signals import Halted, Signals
+
+
+class Observer(Protocol):
+    """Something that falls due between two steps; the same in all processes.
+
+    Attributes:
+      waits: whether the steps must have ended before it acts, and not only their row, if they end
+        one, be written.
+    """
+
+    waits: bool
+
+    def due(self, before: int, done: int) -> bool:
+        """Whether it fell due in the steps after ``before`` up to ``done``."""
+        ...
+
+    def act(self, done: int) -> None:
+        """Do it, after ``done`` steps."""
+        ...
+
+
+class Averaging:
+    """Averages all replicas once where a row shows that they are too far apart.
+
+    It must not wait for the next step: a resumed run averages at the same step as an uninterrupted
+    one.
+    """
+
+    waits = True
+
+    def __init__(self, average: Callable[[], None], rows: Rows):
+        self._average, self._rows = average, rows
+
+    def due(self, before: int, done: int) -> bool:
+        """See `Observer`."""
+        return self._rows.ends(before, done)
+
+    def act(self, done: int) -> None:
+        """See `Observer`."""
+        if self._rows.too_far:
+            self._average()
+
+
+class Evaluating:
+    """Evaluates the run, and writes the row and the seconds per category until then."""
+
+    waits = True
+
+    def __init__(self, runner: Any, rows: Rows, saver: Saver, console: Console, pause: "Pause"):
+        self._runner, self._rows, self._saver, self._console = runner, rows, saver, console
+        self._pause = pause
+
+    def due(self, before: int, done: int) -> bool:
+        """See `Observer`."""
+        experiment = self._runner.experiment
+        return done >= experiment.steps or passed(experiment.every["eval.every"], before, done)
+
+    def act(self, done: int) -> None:
+        """See `Observer`; nothing where these steps have been evaluated.
+
+        Raises:
+          Halted: a signal stops the run, before or during the evaluation.
+        """
+        if self._saver.evaluated.get("step") == done:
+            return
+        if self._pause.stops:
+            raise Halted
+        clock, writer = self._rows.clock, self._rows.writer
+        with clock.of("evaluation"):
+            row, model = self._runner.evaluate(self._pause)
+        with clock.of("checkpoints"):  # of the model, if it is the best
+            self._saver.evaluation(done, row, model, writer, self._console)
+        writer.write(done, goodput_file.shares(clock.spent()))
+
+
+class Pause:
+    """A boundary at which all processes agree to save or to stop: between two steps, or batches.
+
+    Attributes:
+      stops: whether they have agreed to stop.
+    """
+
+    def __init__(self, agreement: Agreement, signals: Signals, saver: Saver):
+        self._agreement, self._signals, self._saver = agreement, signals, saver
+        self.stops = False
+
+    def agree(self, late: bool) -> None:
+        """Come to the boundary between two steps; ``late``: this process wants to save."""
+        received = self._signals.received is not None
+        saves, self.stops = self._agreement.at_boundary(late, received)
+        self._saver.agreed |= saves or self.stops
+
+    def __call__(self) -> None:
+        """Called between two batches of an evaluation; raises Halted, in all processes, soon after
+        one of them received a signal."""
+        self.agree(False)
+        if self.stops:
+            raise Halted
+
+
+class SavingInMemory:
+    """Saves in-memory checkpoints; the run does not wait for their steps."""
+
+    waits = False
+
+    def __init__(self, runner: Any, memory: MemoryCheckpoints, rows: Rows, saver: Saver):
+        self._runner, self._memory, self._rows, self._saver = runner, memory, rows, saver
+
+    def due(self, before: int, done: int) -> bool:
+        """See `Observer`; while the period is `AUTOMATIC`, at each row."""
+        every = self._memory.every
+        return self._rows.ends(before, done) if every == AUTOMATIC else passed(every, before, done)
+
+    def act(self, done: int) -> None:
+        """See `Observer`."""
+        if self._memory.settle(self._rows.step_s):
+            return
+        row = self._rows.begun(wait=False)
+        meta = self._saver.meta(done, self._rows.clock.seconds, row)
+        self._memory.begin(done, self._runner.state, meta)
+        supervise.reached(done)

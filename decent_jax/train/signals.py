@@ -1,0 +1,49 @@
+"""SIGTERM and Ctrl-C of a run."""
+
+import contextlib
+import math
+import os
+import signal
+import time
+
+PATIENCE_S = 2.0  # after Ctrl-C, until another one means "exit at once"
+
+
+class Halted(Exception):
+    """A signal ended an evaluation, in all processes between the same two batches."""
+
+
+class Signals:
+    """Remembers SIGTERM and Ctrl-C for the loop to act on.
+
+    Launchers send both, or one of them twice. Only a second Ctrl-C after `PATIENCE_S` means that
+    the process should exit at once: without a checkpoint, and therefore with code 1.
+
+    Attributes:
+      received: the number of the first signal, or None.
+    """
+
+    def __init__(self):
+        self.received: int | None = None
+        self._pressed = math.inf  # when Ctrl-C came first
+        self._before = {}
+
+    def __enter__(self) -> "Signals":
+        with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number, frame):
+        if self.received is None:
+            self.received = number
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now >= self._pressed + PATIENCE_S:
+                os.write(2, b"\nended at once, without a checkpoint\n")
+                os._exit(1)
+            self._pressed = min(self._pressed, now)
