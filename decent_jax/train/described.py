@@ -131,7 +131,7 @@ def _tpus(text: str, topology: str, slices: int) -> list[Any]:
     several = {"num_slices": slices} if slices > 1 else {}
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
-    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+    except RuntimeError as error:
         why = (str(error).partition(": ")[2] or str(error)).splitlines()[0]
         raise _refused(text, f"is no topology that XLA knows: {why}") from None
     return list(found.devices)
@@ -258,7 +258,7 @@ def check_on(config: Config, text: str) -> list[str]:
         step = compiled(config, schedule, on)
     except DataError as error:
         raise ConfigError(str(error)) from None
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:  # XLA's; or jax finds no cuDNN to ask for its version
         raise _refusal(config, on, str(error)) from None
     seconds = time.perf_counter() - began
     memory = xla.memory_of(step.program)
@@ -271,6 +271,9 @@ def _refusal(config: Config, on: Target, words: str) -> ConfigError:
     sizes = re.findall(r"\b\d[\d.]*[KMGT]\b", words)  # what it needs, and what there is
     if "RESOURCE_EXHAUSTED" in words and "hbm" in words.lower() and len(sizes) > 1:
         return _too_large(config, on, *(f"{size}iB" for size in sizes[:2]))
+    if words.startswith("cuDNN"):
+        brings = "pip install 'jax[cuda12]' brings it, or set model.attention=xla"
+        return _refused(on.name, f"needs cuDNN here for this config's attention: {brings}")
     return _refused(on.name, f"cannot have this step, says XLA: {words.splitlines()[0]}")
 
 

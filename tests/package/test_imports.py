@@ -60,7 +60,7 @@ MOST_LINES = {
     "models": 1455,
     "data": 3351,
     "tasks": 1057,
-    "train": 3260,
+    "train": 3263,
     "checkpoints": 857,
     "monitor": 661,
     "cpu": 286,

@@ -176,6 +176,15 @@ def test_cudnn_is_not_for_tpus(monkeypatch, tiny_data):
         described.check_on(config_lib.parse(config), "v5e:2x2")
 
 
+def test_without_cudnn_the_sentence_says_what_to_install(check_on, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("cuDNN not found.")  # as jax words it
+
+    monkeypatch.setattr(described, "compiled", refuse)
+    with refused("--on", "h100:2x4"), named("jax[cuda12]"), named("model.attention=xla"):
+        check_on(num_replicas=8, batch_size=16)
+
+
 def test_the_command(call, monkeypatch):
     code, err = call("--check", "--on", "v5e", workdir=None)
     assert code == 2 and "--on" in one_sentence(err)
