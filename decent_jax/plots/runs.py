@@ -143,8 +143,9 @@ def _curves(
     for k, group in enumerate(groups):
         for name in names:
             found = curve(group, name)
-            drawn = found is not None and np.isfinite(found.mean).any()
-            if drawn and getattr(found, x) is not None:
+            if found is None or getattr(found, x) is None:
+                continue
+            if np.isfinite(found.mean).any():
                 yield k, name, found
 
 

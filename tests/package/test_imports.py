@@ -70,7 +70,7 @@ MOST_LINES = {
     "peers": 1997,
     "pipelines": 1076,
     "plan": 147,
-    "plots": 467,
+    "plots": 468,
     "commands": 799,
     "ground": 944,
     "__init__": 13,
