@@ -18,7 +18,8 @@ from test_checkpoint import CHANGES, STEPS, WAVES, assert_equals, config, whole
 
 from decent_jax.checkpoints import on_disk
 from decent_jax.commands import main
-from decent_jax.train import CheckpointError, saver, signals
+from decent_jax.train import CheckpointError, saver
+from decent_jax.train import signals as signals_lib
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -152,9 +153,9 @@ def test_only_one_more_ctrl_c_some_seconds_later_ends_at_once(signals, ends, mon
     """Without a checkpoint, and so not with the code of one."""
     now, codes = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(signals, "time", clock)
+    monkeypatch.setattr(signals_lib, "time", clock)
     monkeypatch.setattr(os, "_exit", codes.append)
-    with signals.Signals() as received:
+    with signals_lib.Signals() as received:
         for word in signals.split():
             name, _, at = word.partition("@")
             now[0] = float(at)
