@@ -277,10 +277,14 @@ def test_a_signal_saves_and_leaves(run, tmp_path):
     assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
 
 
-def test_a_signal_in_the_last_step_ends_the_run_as_usual(run, monkeypatch):
-    signals = tiny.SignalAfter(5, signal.SIGTERM)
-    summary = tiny.summary(run(steps=5, signals=signals))
+def test_a_signal_in_the_last_step_leaves_the_evaluation_to_the_next_session(run):
+    """Which may take longer than a scheduler waits before it kills."""
+    with pytest.raises(train.Interrupted) as left:
+        run(steps=5, signals=tiny.SignalAfter(5, signal.SIGTERM))
+    assert left.value.code == 143 and "step 5" in str(left.value)
+    summary = tiny.summary(run(steps=5))
     assert summary["steps"] == 5 and "interrupted" not in summary
+    assert summary["final"]["step"] == 5
 
 
 def test_a_run_in_a_thread_leaves_signals_alone(run):
