@@ -54,8 +54,7 @@ def decentralized(
     this replica's loss. A local update is rejected if the loss, the norm of the gradient or the
     update of the smallest array is not finite: the parameters are then only mixed, and the state of
     ``inner`` is kept, except for the counts of learning-rate schedules, which advance with the
-    step. Other non-finite numbers of an update become 0, and if they are in an array of at most
-    16,384 numbers, ``skipped`` counts the update.
+    step. Other non-finite numbers of an update become 0.
 
     Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, with which a
     replica whose parameters became NaN never recovers).
@@ -136,12 +135,12 @@ def decentralized(
         x_hat = local.mixed
         if x_hat is None:
             x_hat = mix(params, round, local.count, after=local.grads)
-        update, inner, verdict = local(x_hat)
-        return trees.add(x_hat, update), own, inner, verdict
+        update, inner, ok = local(x_hat)
+        return trees.add(x_hat, update), own, inner, ok
 
     def adapt_then_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
-        update, inner, verdict = local(params)
-        return mix(trees.add(params, update), round, local.count), own, inner, verdict
+        update, inner, ok = local(params)
+        return mix(trees.add(params, update), round, local.count), own, inner, ok
 
     def early(params: PyTree, state: PyTree, round: RoundId) -> PyTree:
         return mix(params, round, state.count)
@@ -218,13 +217,13 @@ def gossiped_momentum(
         old = local.state.inner
         x_hat, mixed = local.mixed or mix_both(params, old, round, local.count, local.grads)
         state = local.state._replace(inner=put_back(old, mixed))
-        update, inner, verdict = dataclasses.replace(local, state=state)(x_hat)
-        return trees.add(x_hat, update), own, inner, verdict
+        update, inner, ok = dataclasses.replace(local, state=state)(x_hat)
+        return trees.add(x_hat, update), own, inner, ok
 
     def adapt_then_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         x, mixed = mix_both(trees.add(params, update), inner, round, local.count)
-        return x, own, put_back(inner, mixed), verdict
+        return x, own, put_back(inner, mixed), ok
 
     def early(params: PyTree, state: PyTree, round: RoundId) -> PyTree:
         return mix_both(params, state.inner, round, state.count)
@@ -295,8 +294,8 @@ def all_reduce(
         mean, own = averaged(given[0], own, local.count)
         value = gossip.mean(given[1], axis_name)
         local = dataclasses.replace(local, grads=mean, value=value, active=active)
-        update, inner, verdict = local(params)
-        return trees.add(params, update), own, inner, verdict
+        update, inner, ok = local(params)
+        return trees.add(params, update), own, inner, ok
 
     def own(params: PyTree) -> PyTree:
         return () if codec is None else optax.tree.zeros_like(params)

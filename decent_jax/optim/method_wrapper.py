@@ -33,25 +33,19 @@ class GuardedState(NamedTuple):
     inner: PyTree  # state of the local optimizer
     # shape=(), dtype=int32: updates so far, including the rejected ones
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    skipped: jax.Array  # shape=(), dtype=int32: updates rejected in whole or in part
+    skipped: jax.Array  # shape=(), dtype=int32: rejected updates (optax: total_notfinite)
     failing: jax.Array  # shape=(), dtype=int32: consecutive ones (optax: notfinite_count)
     own: PyTree  # the method's own state, a NamedTuple; () for most
 
 
-class Verdict(NamedTuple):
-    """On one local update."""
-
-    ok: jax.Array  # () bool: it is accepted
-    finite: jax.Array  # () bool: so are its numbers, as far as `trees.seen_finite` looks
-
-
-# Of a step: the new parameters, the method's own state, that of the local optimizer, the verdict.
-Stepped = tuple[PyTree, PyTree, PyTree, Verdict]
+# Of a step: the new parameters, the method's own state, that of the local optimizer, whether the
+# update is accepted.
+Stepped = tuple[PyTree, PyTree, PyTree, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Computes a replica's local update in one step: ``update, inner, verdict = local(params)``.
+    """Computes a replica's local update in one step: ``update, inner, ok = local(params)``.
 
     grads: the gradients as passed in.
     value: the loss, or None.
@@ -77,21 +71,21 @@ class Local:
         """() int32, the 0-based number of this update."""
         return self.state.count
 
-    def __call__(self, params: PyTree) -> tuple[PyTree, PyTree, Verdict]:
+    def __call__(self, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
         costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
         smallest arrays of the update, which reveal a bad learning rate or moment even if one of
-        them is frozen. Other non-finite numbers become 0 one by one, and an update with such
-        numbers in an array of up to 16,384 counts as skipped; Adam with ``eps`` above 0 has none
-        if the norm of the gradient is finite. So mixing, moments, decay and check are one pass, on
-        GPUs one kernel per array. Checking the whole update first moved 18 instead of 10 times the
-        bytes of the parameters in decentralized Adam, and needed one more copy of them
-        (`benchmarks/speed/programs.py`); to count larger arrays, too, needs 1.2 copies on CPUs.
+        them is frozen. Other non-finite numbers become 0 one by one; Adam with ``eps`` above 0
+        has none if the norm of the gradient is finite. So mixing, moments, decay and check are one
+        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
+        times the bytes of the parameters in decentralized Adam, and needed one more copy of them
+        (`benchmarks/speed/programs.py`); so does counting those numbers (3.1 for 1.9 copies).
 
         Returns:
-          The update, like ``params``; the new state of the local optimizer; and the verdict.
+          The update, like ``params``; the new state of the local optimizer; and () bool, whether
+          the update is accepted.
         """
         old = self.state.inner
         given = self.extra if self.value is None else {"value": self.value, **self.extra}
@@ -105,7 +99,7 @@ class Local:
             return jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u))
 
         update = jax.tree.map(accepted, change)
-        return update, trees.select(ok, inner, old), Verdict(ok, trees.seen_finite(change))
+        return update, trees.select(ok, inner, old), ok
 
 
 @contextlib.contextmanager
@@ -192,8 +186,8 @@ def method(
 
     Args:
       inner: the local optimizer; None passes gradients through.
-      step: ``step(params, own, round, local) -> (new params, new own, inner, verdict)``, the last
-        two as ``local(params)`` returns them.
+      step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
+        ``local(params)`` returns them.
       own: the initial state of the method, from the parameters.
       axis_name: the replica axis; replicas then draw different random numbers. None: all replicas
         make the same update, and nothing else moves their parameters.
@@ -245,15 +239,14 @@ def method(
 
         which = None if axis_name is None else number
         local = Local(updates, value, mixed, active, state, optimizer, extra, which)
-        after, kept, inner, verdict = step(params, state.own, round, local)
+        after, kept, inner, ok = step(params, state.own, round, local)
 
         def moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return new - trees.finite_or_zero(old)
 
         change = jax.tree.map(moved, after, params)
-        failed = ~verdict.ok & active
-        partly = ~(verdict.ok & verdict.finite) & active
-        count, skipped = state.count + 1, state.skipped + jnp.where(partly, 1, 0)
+        failed = ~ok & active
+        count, skipped = state.count + 1, state.skipped + jnp.where(failed, 1, 0)
         failing = jnp.where(failed, state.failing + 1, 0)
         return change, GuardedState(inner, count, skipped, failing, kept)
 

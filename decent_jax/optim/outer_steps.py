@@ -93,13 +93,13 @@ def outer_steps(
                 f"{mixing.method}.delay={delay}: a message overlaps {delay} updates, each with "
                 "round=None; call tx.delayed.depart before and tx.delayed.arrive after them"
             )
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         x = trees.add(params, update)
         if round is not None:
             late = params if delay else x
             message = depart(late, own, local.count, round)
             x, own = arrive(x, own, late, message, round)
-        return x, own, inner, verdict
+        return x, own, inner, ok
 
     def own(params: PyTree) -> OuterState:
         parts = [take_leaves(params, which) for which in fragments_of(params, fragments)]

@@ -45,10 +45,10 @@ def push_sum(
     mixing = Mixing(schedule, axis_name, rows=False)
 
     def step(params: PyTree, own: PushSumState, round: RoundId, local: Local) -> Stepped:
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         x = trees.add(trees.scale(own.w, params), update)
         x, w = mixing((x, own.w), round, local.count)
-        return trees.scale(1 / w, x), PushSumState(w), inner, verdict
+        return trees.scale(1 / w, x), PushSumState(w), inner, ok
 
     def own(params: PyTree) -> PushSumState:
         return PushSumState(jnp.ones((), float))

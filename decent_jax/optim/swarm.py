@@ -84,10 +84,10 @@ def swarm(
     exchange = functools.partial(_exchange_coded, bits) if quantises else _exchange
 
     def step(params: PyTree, own: SwarmState, round: RoundId, local: Local) -> Stepped:
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         x = trees.add(params, update)
         if round is None or not schedule.rounds[int(gossip.number(round))].sends:
-            return x, own, inner, verdict
+            return x, own, inner, ok
         mine, y = x if blocking else own.published, own.y
         fine = trees.all_finite(mine)
         receive = functools.partial(
@@ -100,7 +100,7 @@ def swarm(
         x = optax.tree.where(is_lost & read & (weight > 0), theirs, after)
         publishes = (weight > 0) & (read | ~is_lost)
         published = None if blocking else optax.tree.where(publishes, x, own.published)
-        return x, SwarmState(y, published), inner, verdict
+        return x, SwarmState(y, published), inner, ok
 
     def own(params: PyTree) -> SwarmState:
         y = jnp.float32(distance) if quantises else None

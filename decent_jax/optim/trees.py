@@ -71,11 +71,6 @@ def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
     return _all(flags)
 
 
-def seen_finite(update: PyTree) -> jax.Array:
-    """() bool: all arrays of up to 16,384 numbers are finite; the others cost too much memory."""
-    return all_finite([x for x in jax.tree.leaves(update) if x.size <= 16_384])
-
-
 def unspoiled(update: PyTree) -> jax.Array:
     """() bool: the smallest array is finite, and every other small one has a finite number.
 

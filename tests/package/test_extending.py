@@ -40,9 +40,9 @@ def slow_gossip(inner, schedule, axis_name="replica", codec=None, *, gamma: floa
     mixing = optim.Mixing(schedule, axis_name, codec)
 
     def step(params, own, round, local):
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         z = trees.add(own.z, trees.scale(gamma, optax.tree.sub(params, own.z)))
-        return trees.add(mixing(z, round, local.count), update), SlowState(z), inner, verdict
+        return trees.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
 
     return optim.method(inner, step, lambda params: SlowState(trees.copy(params)))
 

@@ -75,10 +75,10 @@ def choco(
     mixing = Mixing(schedule, axis_name, codec, "choco")
 
     def step(params: PyTree, own: ChocoState, round: RoundId, local: Local) -> Stepped:
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         y = trees.add(params, update)
         if round is None:
-            return y, own, inner, verdict
+            return y, own, inner, ok
         # A replica that is not finite sends zeros, so that its public copy does not change, and
         # continues from the average of the public copies.
         gap = optax.tree.sub(y, own.x_hat)
@@ -91,7 +91,7 @@ def choco(
         s = trees.add(own.s, mixed_q)
         x = trees.add(y, trees.scale(gamma, optax.tree.sub(s, x_hat)))
         x = optax.tree.where(fine, x, s)
-        return x, ChocoState(s, x_hat), inner, verdict
+        return x, ChocoState(s, x_hat), inner, ok
 
     begin = trees.copy if same_init else optax.tree.zeros_like
     return method(inner, step, filled(ChocoState, begin), axis_name)

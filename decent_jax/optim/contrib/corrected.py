@@ -80,7 +80,7 @@ def _diffusion(
     def step(params: PyTree, own: DiffusionState, round: RoundId, local: Local) -> Stepped:
         if round is None and not half:
             raise ValueError("d2 mixes in every step; use mix_every=1")
-        update, inner, verdict = local(params)
+        update, inner, ok = local(params)
         psi = trees.add(params, update)
         phi = trees.add(psi, optax.tree.sub(params, own.psi))
         mixed = x = mixing(phi, round, local.count)
@@ -89,7 +89,7 @@ def _diffusion(
         # A replica that is not finite restarts from the neighbours' average.
         fine = trees.all_finite(phi)
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
-        return x, DiffusionState(psi), inner, verdict
+        return x, DiffusionState(psi), inner, ok
 
     own = filled(DiffusionState, trees.copy)
     return method(inner, step, own, mixing.axis_name)
@@ -153,11 +153,11 @@ def gradient_tracking(
             x = params
             q = mixing(trees.add(own.q, change), round, local.count, nth=1)
         tracked = dataclasses.replace(local, grads=q, active=local.active & fine)
-        update, inner, verdict = tracked(x)
+        update, inner, ok = tracked(x)
         x = trees.add(x, update)
         if combine == "atc":
             x = mixing(x, round, local.count)
-        return x, TrackingState(g, q), inner, verdict
+        return x, TrackingState(g, q), inner, ok
 
     return method(inner, step, filled(TrackingState), axis_name)
 

@@ -57,8 +57,8 @@ def quasi_global_sgd(
 
     def step(params: PyTree, own: MomentumState, round: RoundId, local: Local) -> Stepped:
         rate = rate_at(learning_rate, local.count)
-        g, inner, verdict = local(params)
-        descent = trees.add(g, trees.scale(jnp.where(verdict.ok, momentum, 0), own.m))
+        g, inner, ok = local(params)
+        descent = trees.add(g, trees.scale(jnp.where(ok, momentum, 0), own.m))
         after = mixing(trees.add(params, trees.scale(-rate, descent)), round, local.count)
         is_zero = jnp.asarray(rate) == 0
         divisor = jnp.where(is_zero, 1, rate)
@@ -69,7 +69,7 @@ def quasi_global_sgd(
             return jnp.where(is_zero | ~jnp.isfinite(d), m, new)
 
         m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
-        return after, MomentumState(m), inner, verdict
+        return after, MomentumState(m), inner, ok
 
     return method(gradient, step, filled(MomentumState), axis_name)
 
