@@ -245,7 +245,7 @@ def draw(records: Sequence[Record], path: Path, times: Mapping[tuple[str, str], 
             axes.plot(curve.x, curve.y, curve.look, ms=4, color=curve.colour, label=curve.label)
         curve_frame(axes, panel.title, x=panel.x)
         axes.legend(frameon=False, fontsize=9)
-    return save(figure, path)
+    return save(figure, path, dpi=108)
 
 
 def learning_panel(records: Sequence[Record], task: str) -> Panel:

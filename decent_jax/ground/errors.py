@@ -6,7 +6,6 @@ which quotes a long value or path, long words lose their middle; control charact
 
 import contextlib
 import os
-import re
 import tempfile
 import traceback
 from pathlib import Path
@@ -19,9 +18,13 @@ class _Sentence(Exception):
     code = 1  # with which a command ends
 
     def __init__(self, message: object = ""):
-        line = printable(" ".join(str(message).splitlines()))
-        if len(line) > self.longest:  # so that what was expected, and the remedy, stay
-            line = re.sub(r"\S{50,}", lambda word: shorten(word[0], 50), line)
+        line, short = printable(" ".join(str(message).splitlines())), self.longest // 5
+        while len(line) > self.longest:  # what was expected, and the remedy, are in short words
+            word = max(line.split(" "), key=len)
+            if len(word) <= short:
+                break
+            most = len(word) + self.longest - len(line)
+            line = line.replace(word, shorten(word, max(short, most)))
         super().__init__(shorten(line, self.longest))
 
 
@@ -34,7 +37,7 @@ class ConfigError(_Sentence, ValueError):
       value: the value received.
     """
 
-    longest = 270  # with the name of the command before them at most 300
+    longest = 276  # with the name of the command before them at most 300
     code = 2
 
     def __init__(self, message: object = "", *, field: str = "", value: object = None):

@@ -239,7 +239,9 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, _Build]:
             count: Any = given.get(key, 1)
             _check_rounds(spec.name, count, n)
             if count < 1:
-                raise ValueError(f"{spec.name}: {key} must be at least 1, got {count}")
+                raise ValueError(
+                    f"{spec.name} of {n} replicas: {key} must be at least 1, got {count}"
+                )
         nodes = {"replicas_per_node": replicas_per_node} if needs_nodes else {}
         try:
             rounds = builder(n, **nodes, **given)

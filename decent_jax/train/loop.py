@@ -197,7 +197,7 @@ def make_steps(
             break
         rows.add(made)
         ledger.keep()
-        pause.agree(saver.late())
+        pause.agree(between_steps=True)
         due = [observer for observer in observers if observer.due(before, rows.done)]
         if due:
             rows.settle(wait=any(observer.waits for observer in due))

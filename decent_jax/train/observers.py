@@ -97,16 +97,17 @@ class Pause:
         self._agreement, self._signals, self._saver = agreement, signals, saver
         self.stops = False
 
-    def agree(self, late: bool) -> None:
-        """Come to the boundary between two steps; ``late``: this process wants to save."""
+    def agree(self, between_steps: bool) -> None:
+        """Come to a boundary; only one between two steps is one at which time saves."""
         received = self._signals.received is not None
+        late = between_steps and self._saver.late()
         saves, self.stops = self._agreement.at_boundary(late, received)
         self._saver.agreed |= saves or self.stops
 
     def __call__(self) -> None:
         """Called between two batches of an evaluation; raises Halted, in all processes, soon after
         one of them received a signal."""
-        self.agree(False)
+        self.agree(between_steps=False)
         if self.stops:
             raise Halted
 

@@ -96,8 +96,9 @@ def test_two_processes_that_slurm_starts(start_process, tmp_path, tiny_data, cap
     assert re.search(r"^slowest link: .* Gbit/s, \S+/\d -> \S+/\d \(median", words, re.M)
     found = network.load(saved)
     assert found.num_devices == 2 and found.num_nodes == 1
-    assert planner.main(["network", "--network", str(saved)]) == 0
-    assert "2 devices in 1 nodes" in capsys.readouterr().out
+    model = ["--parameters=1e6", "--compute_s=0.1"]
+    assert planner.main(["predict", "--network", str(saved), *model]) == 0
+    assert "one_peer_exp" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("joins")

@@ -142,7 +142,7 @@ ROWS = [
     ({"run/metrics.jsonl": "[]\n{}\n"}, "export --workdir a --out run/m.safetensors", "a"),
     ({"m.safetensors": "\xff" * 8 + "{}"}, f"{TRAIN}model.init_from=m.safetensors", "m.safetens"),
     ({"plan": DEEP}, f"{TRAIN}cluster.plan=plan", "plan"),
-    ({"n.json": "[NaN, 1]"}, "planner network --network n.json", "n.json"),
+    ({"n.json": "[NaN, 1]"}, f"planner predict --network n.json {MODEL}", "n.json"),
     (
         {"t.jsonl": f"{DEEP}\n{{}}\n"},
         f"planner predict {CLUSTER} --parameters 1e6 --trace t.jsonl",
@@ -161,7 +161,6 @@ ROWS = [
     ({"in/a.txt": "text"}, f"prepare {TEXT} --workers 100000", "workers 100000"),
     ({}, "peers replay --workdir run", "run peers"),
     # A file of the user's where a command would write.
-    ({"mine.json": "my thesis"}, f"planner network {CLUSTER} --save mine.json", "--save mine.json"),
     (
         {"mine.png": "my thesis", "run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'},
         "plot run --out mine.png",

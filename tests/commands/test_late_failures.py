@@ -141,7 +141,7 @@ WRITES = {
     "plot": "plot text --out p.png",
     "train": "train --config config.py --workdir new",
     "prepare": PREPARE,
-    "planner": f"planner network {CLUSTER} --save n.json",
+    "planner": f"planner recommend {CLUSTER} {MODEL} --plan n.json",
     "peers": "peers resize --workdir peers --count 3",
 }
 

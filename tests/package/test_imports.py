@@ -53,14 +53,14 @@ COMMAND_FILES = {
 # The most lines of code of each room, without blanks, comments and docstrings. Who raises a number
 # says in the commit what needs the lines.
 MOST_LINES = {
-    "topology": 794,
+    "topology": 796,
     "gossip": 890,
     "replicas": 208,
-    "optim": 1436,
+    "optim": 1430,
     "models": 1455,
     "data": 3351,
     "tasks": 1057,
-    "train": 3263,
+    "train": 3264,
     "checkpoints": 857,
     "monitor": 661,
     "cpu": 286,
@@ -72,7 +72,7 @@ MOST_LINES = {
     "plan": 147,
     "plots": 468,
     "commands": 799,
-    "ground": 944,
+    "ground": 947,
     "__init__": 13,
 }
 # What users may call in a loop of their own knows pytrees only.

@@ -207,7 +207,7 @@ def test_validation_scores_translations_by_their_references(folder, monkeypatch)
     task = make_task(folder)
     references = task.eval_source.pairs.sentences(1)[:3]
     halves = [" ".join(words.split()[: len(words.split()) // 2 + 2]) for words in references]
-    monkeypatch.setattr(task, "translator", lambda params, sources: halves)
+    monkeypatch.setattr(task, "translator", lambda params, sources, pause: halves)
     wanted = translator.bleu(halves, references, "de")[0]
     assert task.score({})["bleu"] == wanted != translator.bleu(references, halves, "de")[0]
     # The last ones are of the test set, as are what is shown and the scores at the end.
