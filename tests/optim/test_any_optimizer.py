@@ -145,6 +145,15 @@ def test_an_optimizer_that_sets_the_parameters_is_refused(name, around):
     optim.all_reduce(tx).init(x)
 
 
+@pytest.mark.parametrize("around", [lambda init: init, jax.jit], ids=["plain", "jit"])
+def test_an_optimizer_that_keeps_a_copy_is_refused(around):
+    """Also where a helper of its own, under `jax.jit`, makes the copy."""
+    init = around(lambda x: jax.tree.map(jnp.array, x))
+    tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    with refuses("copy of the parameters", "all_reduce"):
+        optim.decentralized(tx, RING).init(jax.tree.map(lambda x: x[0], start()))
+
+
 DOES_NOT_SET = {
     "decay": optax.adamw(0.1, weight_decay=0.5),
     "projection": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
