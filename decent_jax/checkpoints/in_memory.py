@@ -368,7 +368,7 @@ def common(own: np.ndarray, mirrored: np.ndarray, after: int) -> int | None:
 
 
 def sums_like(n: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the sums of an unfinished row, see `decent_jax.train.rows.Report`."""
+    """Shapes of the sums of an unfinished row, see `decent_jax.train.rows.Rows`."""
     kinds = {"loss": jnp.float32, "grad_norm": jnp.float32, "steps": jnp.int32}
     return {name: jax.ShapeDtypeStruct((n,), kind) for name, kind in kinds.items()}
 

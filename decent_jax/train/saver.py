@@ -71,7 +71,7 @@ class Saver:
     def meta(self, done: int, seconds: float, row: Any = None) -> dict[str, Any]:
         """The metadata saved with the state after ``done`` steps and ``seconds`` of training.
 
-        ``row`` is the unfinished row of metrics, see `decent_jax.train.rows.Report.begun`.
+        ``row`` is the unfinished row of metrics, see `decent_jax.train.rows.Rows.begun`.
         """
         config = self._experiment.config
         return {

@@ -1,12 +1,9 @@
 """In-memory checkpoints: a run that died resumes from them as if nothing had failed."""
 
-import contextlib
 import errno
-import importlib
 import itertools
 import os
 import shutil
-import sys
 import time
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -19,12 +16,11 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.compilation_cache import compilation_cache
 from refusals import refused
 
 from decent_jax import replicas
 from decent_jax.checkpoints import in_memory, shard_file
-from decent_jax.checkpoints.executables import ExecutableCache, open_cache, version
+from decent_jax.checkpoints.executables import ExecutableCache, open_cache
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.format import format_bytes
@@ -124,25 +120,6 @@ class NeverLowered:
         raise AssertionError("a program was traced again")
 
 
-@pytest.fixture
-def supervised(monkeypatch):
-    monkeypatch.setenv(PLACE, "0")
-    monkeypatch.setenv(rendezvous.SECRET, 32 * "s")
-    with no_cache():
-        yield
-
-
-@contextlib.contextmanager
-def no_cache():
-    """Of jax: executables that come from there are not cached again."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
-
-
 def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_had(
     tmp_path, memory, monkeypatch, supervised
 ):
@@ -217,63 +194,6 @@ def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(
     monkeypatch.setenv(rendezvous.SECRET, 32 * "t")
     die(config, tmp_path / "run", steps=2)
     assert len(list(memory.glob("*/*/*/*.executable"))) == 2
-
-
-class Code:
-    """A model, and a layer that it imports while it is traced, in files."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.write("edited_model", "from importlib import import_module\ndef apply(x):\n"
-                   "    return import_module('edited_layer').apply(1 * x)")  # fmt: skip
-        self.write("edited_layer", "def apply(x):\n    return 10 * x")
-        self.traced = []
-
-    def write(self, name, text):
-        (self.folder / f"{name}.py").write_text(text)
-
-    def edit(self, name, before, after):
-        """As if nothing had been: of the same size and age."""
-        path = self.folder / f"{name}.py"
-        stat, text = path.stat(), path.read_text()
-        assert text.count(before) == 1
-        path.write_text(text.replace(before, after))
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-    def start(self):
-        """A process that has imported the model, and its cached executables."""
-        version.cache_clear()
-        importlib.invalidate_caches()
-        shutil.rmtree(self.folder / "__pycache__", ignore_errors=True)
-        for name in ("edited_model", "edited_layer"):
-            sys.modules.pop(name, None)
-        model = importlib.import_module("edited_model")
-
-        def compiled():
-            self.traced.append(None)
-            return jax.jit(lambda x: model.apply(x)).lower(1.0).compile()
-
-        cache = ExecutableCache(self.folder, devices=jax.devices()[:1])
-        return lambda: float(cache.get("model", compiled)(1.0))
-
-
-def test_a_program_is_that_of_the_code_which_is_there(tmp_path, monkeypatch, supervised):
-    """Also after an edit of what the model imports, or one that a process lived to see."""
-    monkeypatch.syspath_prepend(tmp_path)
-    code = Code(tmp_path)
-    assert [code.start()(), code.start()(), len(code.traced)] == [10, 10, 1]
-    code.edit("edited_model", "1 *", "2 *")
-    assert [code.start()(), code.start()(), len(code.traced)] == [20, 20, 2]
-    code.edit("edited_layer", "10 *", "30 *")
-    assert [code.start()(), code.start()(), len(code.traced)] == [60, 60, 3]
-    code.edit("edited_model", "2 *", "1 *")
-    older = code.start()
-    older()
-    (program,) = tmp_path.glob("*.executable")
-    program.unlink()
-    code.edit("edited_model", "1 *", "3 *")
-    assert older() == 30
-    assert code.start()() == 90
 
 
 @pytest.mark.parametrize("step", [4, None])

@@ -1,5 +1,6 @@
 """What the documents say is there, and the code in them runs."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -109,6 +110,37 @@ def test_fields_that_are_named_exist(name):
     sections = {field.partition(".")[0] for field in fields if "." in field}
     named = re.findall(r"`([a-z_]+\.[a-z_0-9]+)(?:=[^`\s]*)?`", (ROOT / name).read_text())
     assert {x for x in named if x.partition(".")[0] in sections} <= fields | FILES
+
+
+def is_there(name):
+    """Whether this dotted name of the package is a module, or something in one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            there = importlib.import_module(".".join(parts[:count]))
+            break
+    for part in parts[count:]:
+        documented = re.search(rf"\b{part}\b", getattr(there, "__doc__", None) or "")
+        if not hasattr(there, part):  # an attribute of instances, which ends a name
+            return bool(documented or part in getattr(there, "__annotations__", ()))
+        there = getattr(there, part)
+    return True
+
+
+def test_names_in_docstrings_and_pages_exist():
+    assert is_there("decent_jax.train.rows.Rows.add") and is_there(
+        "decent_jax.train.rows.Rows.done"
+    )
+    assert not is_there("decent_jax.train.rows.Report") and not is_there("decent_jax.trains")
+    files = [*ROOT.glob("decent_jax/**/*.py"), *map(ROOT.joinpath, DOCUMENTS)]
+    named = {
+        (name, path.name)
+        for path in files
+        if "log" not in path.parts
+        for name in re.findall(r"`(decent_jax(?:\.\w+)+)`", path.read_text())
+    }
+    assert len(named) > 100
+    assert not {row for row in named if "KIND" not in row[0] and not is_there(row[0])}
 
 
 FILES = {"model.safetensors", "log.txt", "peers.json"}  # with names like fields
