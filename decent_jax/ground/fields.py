@@ -33,6 +33,8 @@ from decent_jax.ground.format import shown
 
 # The largest value of a field that has no bound of its own.
 LARGEST = {int: 2**31 - 1, float: 1e15}
+_SMALLEST = 1.2e-38  # which float32 distinguishes from 0
+_NOT_TOO_SMALL = f"be 0, or at least {_SMALLEST} in size, as float32 holds it"
 _LONGEST_TEXT = 4096  # characters; the longest path of file systems
 
 
@@ -98,6 +100,8 @@ class Field:
             return f"have at most {_LONGEST_TEXT} characters" if long else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
+        if 0 < abs(value) < _SMALLEST:
+            return _NOT_TOO_SMALL
         least = -math.inf if self.at_least is None else self.at_least
         if self.below is not None and not least <= value < self.below:
             bounded = self.at_least is not None
@@ -213,10 +217,13 @@ def parse(field: Field, name: str, text: str) -> Any:
             return int(text) if text.strip().isdecimal() else text
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return kind(text)
+        value = kind(text)
     except (ValueError, KeyError):
         wanted = f"must be of type {kind.__name__} (such as {field.default!r})"
         raise ConfigError.about(name, text, wanted) from None
+    if kind is float and value == 0 and re.match("[^eE]*[1-9]", text):
+        raise ConfigError.about(name, text, f"must {_NOT_TOO_SMALL}")
+    return value
 
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> str:

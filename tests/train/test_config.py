@@ -301,3 +301,16 @@ def test_each_bound_of_a_field_holds_alone(bounds, good, bad):
     for value in bad:
         with refused("x"):
             field.check("x", value)
+
+
+@pytest.mark.parametrize("text", ["1e-400", "-1e-400", "0.0001e-9999", "5e-324", "1e-40"])
+def test_a_number_that_float32_would_take_for_0_is_refused(text):
+    field = fields.Field(0.5, "a number", at_least=-1.0)
+    with pytest.raises(ValueError, match=f"^x must be 0, or at least 1.2e-38 .* got '?{text}"):
+        field.check("x", fields.parse(field, "x", text))
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "-0e7", "0e-400", "1e-37"])
+def test_0_is_a_number(text):
+    field = fields.Field(0.5, "a number", at_least=-1.0)
+    field.check("x", fields.parse(field, "x", text))
