@@ -20,6 +20,7 @@ import tiny
 from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 from several import joins, start_process  # noqa: F401 (fixtures)
+from supervised import supervised  # noqa: F401 (a fixture)
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
 # process they start; the tests of Ctrl-C need it.

@@ -1,4 +1,4 @@
-"""A supervised process."""
+"""A fixture: this process, as if a supervisor had started it."""
 
 import contextlib
 
