@@ -21,6 +21,8 @@ from decent_jax.ground.errors import ConfigError
 _STORE = 128 * 2**20  # bytes of a local object store at least
 _ACTOR = 250e6  # bytes of a Python that has imported jax and this package
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+# What a client of gRPC sends first, and the type of the server's first frame (RFC 9113, 3.4).
+_PREFACE, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 
 
 def prepare(address: str) -> None:
@@ -103,7 +105,7 @@ def check_memory(count: int, store: int, section: str) -> None:
 
 
 def check_address(config: Any, section: str) -> None:
-    """Refuse an address at which nobody listens; Ray itself tries for minutes."""
+    """Refuse an address at which no Ray listens; Ray itself tries for minutes."""
     name, address = f"{section}.address", getattr(config, section).address
     if address in ("", "auto"):
         return
@@ -113,10 +115,14 @@ def check_address(config: Any, section: str) -> None:
             f'{name} must be auto or "host:port", got {address!r}', field=name, value=address
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as there:
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                there.sendall(_PREFACE)
+                if there.makefile("rb").read(4)[3:] != _SETTINGS:
+                    raise OSError("what listens does not speak gRPC")
     except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
         raise ConfigError(
-            f"{name} {address}: nobody listens there ({error}); start Ray on it with "
+            f"{name} {address}: no Ray listens there ({error}); start Ray on it with "
             f"ray start --head --port={port}, or leave {name} empty",
             field=name,
             value=address,

@@ -68,7 +68,7 @@ class Asker:
             connections.send(connection, decoded)
         except Exception as error:  # otherwise the peer would be busy forever
             self._averager.give_up(offer.name, "lost")
-            self._avoid(name)
+            self._avoid(name, late=self._clock() >= ends)
             if isinstance(error, BROKEN):
                 return
             raise
@@ -76,7 +76,7 @@ class Asker:
         if self._close(offer.name, connection, ends - self._clock()):
             self._open[name] = connection
         else:
-            self._avoid(name)
+            self._avoid(name, late=self._clock() >= ends)
 
     def _exchange(
         self, connection: Connection, offer: Offer, encode: Callable[[], Message]
@@ -121,11 +121,13 @@ class Asker:
         ]
         return random.choice(others) if others else None
 
-    def _avoid(self, name: str) -> None:
+    def _avoid(self, name: str, late: bool) -> None:
+        seconds = self._peers["exchange_s"]
         self._avoided[name] = self._clock() + self._peers["silent_s"]
         if name in self._open:
             self._open.pop(name).close()
-        say(f"peer {name} does not answer; asking other peers")
+        why = f"took over peers.exchange_s ({seconds:g} s)" if late else "does not answer"
+        say(f"peer {name} {why}; asking other peers")
 
 
 class Answerer:

@@ -245,6 +245,13 @@ class Supervisor:
             self._say_once(
                 f"{name} trains", f"peer {rank} trains again, as {rank}.{status['generation']}"
             )
+        if status.get("lost", 0) >= 3 and not status.get("averaged"):
+            seconds = self.config.peers.exchange_s
+            self._say_once(
+                f"{name} is late",
+                f"peer {rank} has finished none of its averages within peers.exchange_s "
+                f"({seconds:g} s); raise it if its links are slow",
+            )
         if status["member"] and f"{name} is silent" in self._said:
             self._said.discard(f"{name} is silent")
             self._say(f"peer {rank} is back")

@@ -2,9 +2,11 @@
 
 import importlib.machinery
 import os
+import socket
 import stat
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from refusals import refused, refuses
@@ -66,6 +68,29 @@ def test_an_address_where_nobody_listens_is_refused(address):
     config.pipeline.address = address
     with refused("pipeline.address", address):
         ray_cluster.check_address(config, "pipeline")
+
+
+@pytest.mark.parametrize("answer", [b"", b"220 mail.example ESMTP\r\n", None])
+def test_an_address_where_something_else_listens_is_refused(answer, monkeypatch):
+    """One that closes, one that speaks, one that waits; Ray would try for minutes."""
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda place, timeout: connect(place, 0.2))
+    config = train.default_config()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+
+        def serve():
+            there, _ = server.accept()
+            if answer is None:
+                there.recv(1000), there.recv(1000)  # the preface, and the end
+            else:
+                there.sendall(answer)
+            there.close()
+
+        served = pool.submit(serve)
+        config.peers.address = f"127.0.0.1:{server.getsockname()[1]}"
+        with refused("peers.address", config.peers.address):
+            ray_cluster.check_address(config, "peers")
+        served.result()
 
 
 @pytest.mark.parametrize(("cpus", "gpus", "field"), [(0.8, 0.0, "cpus"), (0.5, 0.8, "gpus")])

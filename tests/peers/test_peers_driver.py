@@ -210,6 +210,17 @@ def test_what_changes_is_said_once(session):
     )
 
 
+@pytest.mark.parametrize(("lost", "averaged", "said"), [(2, 0, 0), (3, 0, 1), (9, 1, 0)])
+def test_whoever_finishes_no_average_is_told_which_limit_to_raise(lost, averaged, said, session):
+    session.supervisor.membership.add(1, 0, 0)
+    assert session.supervisor.membership.admits(1, 0, None)
+    report = REPORT | {"lost": lost, "averaged": averaged}
+    session.supervisor.membership.beat(1, 0, NOWHERE, report)
+    for _ in range(2):
+        session.supervisor.refresh()
+    assert ["peers.exchange_s (10 s)" in words for words in session.said] == [True] * said
+
+
 def test_a_peer_is_replaced_as_often_as_the_config_says(session):
     restarts = session.supervisor.config.peers.restarts
     for _ in range(restarts + 1):
