@@ -1,6 +1,6 @@
 """Share of the time that four hosts compute, by the rate of their links and the pause in between.
 
-    python benchmarks/speed/slow_links.py --out DIR  # as root, on idle cores: 15 minutes
+    python benchmarks/speed/slow_links.py --out DIR  # as root, on idle cores: half an hour
     python benchmarks/speed/slow_links.py --out DIR --draw FILE.png  # from what is in DIR
 
 Four hosts of hosts.sh with one replica each. step_time.py measures, in turn, a step without
@@ -112,7 +112,9 @@ def table(cells: dict[float, Shares]) -> str:
 def draw(cells: dict[float, Shares], file: Path) -> None:
     """A panel per arm: the share against the rate, a line per pause; predictions are dotted."""
     arms, pauses = ["all_reduce", *ARMS], [1, 8, 32, 128]
-    figure, panels = style.grid(len(arms), 2, [f"a message every {n} steps" for n in pauses])
+    figure, panels = style.grid(
+        len(arms), 2, ["a message every step", *(f"every {n} steps" for n in pauses[1:])]
+    )
     for arm, panel in zip(arms, panels, strict=True):
         style.frame(panel, arm, "dotted: predicted")
         panel.set(xscale="log", ylim=(0, 103), xticks=list(cells))
