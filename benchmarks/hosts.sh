@@ -2,12 +2,7 @@
 # Hosts made of this one machine: network namespaces on a bridge, each with a link of limited rate.
 #
 #   benchmarks/hosts.sh up 4 200mbit     four hosts, djhost0 ... djhost3, 10.77.0.1 ... 10.77.0.4
-#   benchmarks/hosts.sh up 4 200mbit PAIRS   the same, and rates of their own for some pairs
-#   benchmarks/hosts.sh pairs 200mbit PAIRS  other rates for pairs of the hosts that are there
 #   benchmarks/hosts.sh down             removes them, also what an interrupted "up" left behind
-#
-# PAIRS is a file of lines "FROM TO RATE" such as "0 3 20mbit", from host 0 to host 3; what goes to
-# other hosts shares the rate of all. Delays would need netem, which not every kernel has.
 #
 # The rate (a rate of tc, such as 200mbit or 1gbit) holds for each host and direction, as with a
 # full-duplex network card. Needs root. Start a program in each with benchmarks/run_on_hosts.py.
@@ -16,7 +11,7 @@ set -euo pipefail
 BRIDGE=djbridge
 
 usage() {
-    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -33,7 +28,7 @@ down() {
 }
 
 up() {
-    local count=$1 rate=$2 pairs=${3:-}
+    local count=$1 rate=$2
     trap 'down; echo "hosts.sh: nothing is left of the hosts that could not be made" >&2' ERR
     ip link add "$BRIDGE" type bridge
     ip link set "$BRIDGE" up
@@ -46,11 +41,7 @@ up() {
         ip -n "$name" address add "$address/24" dev eth0
         ip -n "$name" link set eth0 up
         # A burst of a few packets of 64 KB, which is what segmentation offload hands over.
-        if [[ -z $pairs ]]; then
-            ip netns exec "$name" tc qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 200ms
-        else
-            rates_by_destination "$k" "$rate" "$pairs"
-        fi
+        ip netns exec "$name" tc qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 200ms
         tc qdisc add dev "djport$k" root tbf rate "$rate" burst 256kb latency 200ms
         # gloo looks up the machine's own name to find the address that others can reach.
         mkdir -p "/etc/netns/$name"
@@ -59,43 +50,13 @@ up() {
     echo "$count hosts, $rate each way: djhost0 to djhost$((count - 1)), from 10.77.0.1 on"
 }
 
-# A class of its own for each destination that PAIRS has for host k, and one for all others.
-rates_by_destination() {
-    local k=$1 rate=$2 from to own
-    local tc="ip netns exec djhost$k tc"
-    $tc qdisc add dev eth0 root handle 1: htb default fff
-    $tc class add dev eth0 parent 1: classid 1:fff htb rate "$rate" burst 256kb cburst 256kb \
-        quantum 60000
-    while read -r from to own; do
-        [[ $from == "$k" ]] || continue
-        local class
-        class=1:$(printf '%x' $((to + 1)))
-        $tc class add dev eth0 parent 1: classid "$class" htb rate "$own" burst 80kb cburst 80kb \
-            quantum 60000
-        $tc filter add dev eth0 parent 1: protocol ip u32 match ip dst "10.77.0.$((to + 1))/32" \
-            flowid "$class"
-    done <"$3"
-}
-
-pairs() {
-    local k
-    for k in $(ip netns list | sed -n 's/^djhost\([0-9]*\).*/\1/p'); do
-        ip netns exec "djhost$k" tc qdisc del dev eth0 root
-        rates_by_destination "$k" "$1" "$2"
-    done
-}
-
 [[ $# -ge 1 ]] || usage
 [[ $EUID -eq 0 ]] || { echo "hosts.sh: making network namespaces needs root" >&2; exit 2; }
 case $1 in
     up)
-        [[ ($# -eq 3 || ($# -eq 4 && -r $4)) && $2 =~ ^[1-9][0-9]?$ ]] || usage
+        [[ $# -eq 3 && $2 =~ ^[1-9][0-9]?$ ]] || usage
         down
-        up "$2" "$3" "${4:-}"
-        ;;
-    pairs)
-        [[ $# -eq 3 && -r $3 ]] || usage
-        pairs "$2" "$3"
+        up "$2" "$3"
         ;;
     down) down ;;
     *) usage ;;

@@ -35,10 +35,8 @@ def render(path: Path) -> Path:
     nbclient.NotebookClient(notebook, timeout=1800, resources=resources).execute()
     for old in FOLDER.glob(f"{path.stem}_*.png"):
         old.unlink()
-    parts, figures = (
-        [f"<!-- Made of notebooks/{path.name} by benchmarks/render_notebooks.py -->"],
-        0,
-    )
+    parts = [f"<!-- Made of notebooks/{path.name} by benchmarks/render_notebooks.py -->"]
+    figures = 0
     for cell in cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
@@ -69,9 +67,7 @@ def save_small(encoded: str, path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = commands.parser(__doc__)
-    parser.add_argument(
-        "notebooks", nargs="*", type=Path, metavar="FILE.ipynb", help="default: all"
-    )
+    parser.add_argument("notebooks", nargs="*", type=Path, metavar="FILE.ipynb", help="or all")
     options = parser.parse_args(arguments)
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -52,9 +52,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ray", action="store_true", help="on the first of hosts with Ray")
     parser.add_argument("--hosts", type=int, default=4, help="with --ray")
     parser.add_argument("--mbit", type=float, default=200.0, help="with --ray: of a link, Mbit/s")
-    parser.add_argument(
-        "--cpus", type=int, default=1, help="with --ray: what it reserves of a host"
-    )
+    parser.add_argument("--cpus", type=int, default=1, help="with --ray: reserved of a host")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a Python file and its flags")
     parsed = parser.parse_args(arguments)
     if not parsed.program:
@@ -116,20 +114,20 @@ def wait(processes: list[subprocess.Popen]) -> int | None:
         time.sleep(0.1)
 
 
-# --- Ray on every host ----------------------------------------------------------------------------
+# --- Hosts for one program, and Ray on them -------------------------------------------------------
 
 
 @contextlib.contextmanager
-def hosts(count: int, mbit: float, cpus: int = 1) -> Iterator[None]:
-    """Namespaces with links of this rate and a Ray node in each; all are removed at the end.
+def hosts(count: int, mbit: float, cpus: int = 1, ray: bool = True) -> Iterator[None]:
+    """Namespaces with links of this rate; all are removed at the end.
 
-    The Ray nodes have the names of the hosts.
+    ray: with a Ray node in each, of its name.
     """
     if names_of_hosts():
         sys.exit("there are hosts already, perhaps of another benchmark; benchmarks/hosts.sh down")
     subprocess.run([SCRIPT, "up", str(count), f"{mbit:g}mbit"], check=True, stdout=sys.stderr)
     try:
-        for k, host in enumerate(names_of_hosts()):
+        for k, host in enumerate(names_of_hosts() if ray else ()):
             _start(k, host, cpus)
         yield
     finally:
@@ -167,9 +165,8 @@ def environment() -> dict[str, str]:
 
 def run_on_first(program: list[str]) -> int:
     """Its exit code."""
-    process = subprocess.Popen(
-        inside(names_of_hosts()[0], [sys.executable, *program]), env=environment()
-    )
+    command = inside(names_of_hosts()[0], [sys.executable, *program])
+    process = subprocess.Popen(command, env=environment())
     try:
         return process.wait()
     except KeyboardInterrupt:  # the terminal sends it to the program, too

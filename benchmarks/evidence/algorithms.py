@@ -1,6 +1,6 @@
 """All methods side by side on small problems, simulated on one device.
 
-    python benchmarks/evidence/algorithms.py quadratic|images|all [--only METHODS] [--json FILE]
+    python benchmarks/evidence/algorithms.py quadratic|images|all
 
 The minutes are those of one idle core:
 
@@ -11,8 +11,8 @@ images     (20)  16 replicas classify ten shapes in generated pictures, dealt ou
                  Dirichlet's distribution with alpha 1, 0.1, 0.01 (mostly one class per replica).
                  All methods see the same pictures in the same order for the same number of steps.
 
-Prints a table per part; --json writes a line per number as it comes. Everything random is drawn
-from seeds 0, 1, ...; tables show means over --seeds of them.
+Prints a table per part. Everything random is drawn from seeds 0, 1, ...; tables show means over
+--seeds of them.
 
 Learning rates. quadratic: 0.1, Adam 0.01, momentum 0.9. images: the best by accuracy at alpha 0.1
 and seed 0 among factors of 3, tried outwards until both neighbours are worse, separately for each
@@ -22,7 +22,6 @@ lets it rise first, so that methods which diverge at the start can use a larger 
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,30 +41,28 @@ from benchmarks.evidence.small_problems import (
     ImageTask,
     Outcome,
     Pair,
-    Variant,
     image_params,
     pair,
 )
-from decent_jax.ground.command_line import output_file
 
 # --- quadratic ------------------------------------------------------------------------------------
 
 STEPS, WINDOW = 4000, 400  # of the quadratic, and at the end
 
 
-def quadratic_rows(options: argparse.Namespace) -> Iterator[dict]:
+def quadratic_rows(_: argparse.Namespace) -> Iterator[dict]:
     """Every method on the ring and on the exponential graph, and on schedules of its own."""
     pairs = []
-    for variant in chosen(options):
+    for variant in VARIANTS:
         plain = [pair(variant, name, QUADRATIC_REPLICAS) for name in (RING, EXP)]
         pairs += [one for one in plain if one.schedule is None or not variant.own]
         pairs += [pair(variant, name, QUADRATIC_REPLICAS) for name in variant.own]
     for one in tqdm(pairs, file=sys.stderr):
-        row = {"part": "quadratic", "method": one.variant.label, "schedule": one.name}
+        row = {"method": one.variant.label, "schedule": one.name}
         if one.schedule is None:
             yield row | {"refused": one.refusal}
             continue
-        rate = 0.01 if one.variant.optimizer in ("adam", "accum_adam", "muon") else 0.1
+        rate = 0.01 if one.variant.optimizer in ("adam", "accum_adam") else 0.1
         history = problems.quadratic(one, rate, STEPS)
         late = history[-(WINDOW * len(history) // STEPS) :] - OPTIMUM
         row |= {"learning_rate": rate, "largest_distance": float(np.abs(late).max())}
@@ -110,13 +107,13 @@ LEFT_OUT_ON_IMAGES = ("Gossip-PGA", "local SGD", "swarm, blocking", "swarm, 8 bi
 def image_rows(options: argparse.Namespace) -> Iterator[dict]:
     pairs = [
         pair(variant, name, REPLICAS)
-        for variant in chosen(options)
+        for variant in VARIANTS
         if variant.label not in LEFT_OUT_ON_IMAGES
         for name in variant.own or (RING, EXP)
     ]
     for one in tqdm([one for one in pairs if one.schedule is not None], file=sys.stderr):
         best = tuned(one, task_of(options, TUNED_AT, 0))
-        row = {"part": "images", "method": one.variant.label, "schedule": one.name}
+        row = {"method": one.variant.label, "schedule": one.name}
         row |= {"models_sent": one.variant.models_sent(one.schedule, image_params())}
         for alpha, seed in itertools.product(ALPHAS, range(options.seeds)):
             known = (alpha, seed) == (TUNED_AT, 0)
@@ -169,10 +166,6 @@ def percent(rows: list[dict], name: str) -> float:
 PARTS = {"quadratic": (quadratic_rows, print_quadratic), "images": (image_rows, print_images)}
 
 
-def chosen(options: argparse.Namespace) -> list[Variant]:
-    return [one for one in VARIANTS if not options.only or one.label in options.only]
-
-
 def groups(rows: list[dict], *keys: str) -> Iterator[tuple[tuple, list[dict]]]:
     """(values, rows with them), in order of appearance."""
 
@@ -187,34 +180,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = commands.parser(__doc__)
     parser.add_argument("part", choices=(*PARTS, "all"))
-    parser.add_argument("--only", metavar="METHODS", help="rows of the tables, separated by ;",
-                        type=lambda text: text.split(";"), default=[])  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="means of so many (3)")
     parser.add_argument("--steps", type=int, default=640, help="on images (640)")
     parser.add_argument("--warmup", type=float, default=0.0, metavar="FRACTION",
                         help="of the steps on images, with a rising learning rate (0)")  # fmt: skip
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the numbers")
     options = parser.parse_args(arguments)
-    labels = [variant.label for variant in VARIANTS]
-    for label in options.only:
-        if label not in labels:
-            parser.error(f"--only: no method {label!r}; there are {'; '.join(labels)}")
     if options.seeds < 1 or not 0 <= options.warmup <= 1:
-        parser.error(
-            "--seeds must be at least 1 and --warmup in [0, 1], got "
-            f"{options.seeds} and {options.warmup:g}"
-        )
-    if options.json:
-        options.json.write_text("")
+        parser.error("--seeds must be at least 1 and --warmup in [0, 1]")
     for part, (rows_of, print_table) in PARTS.items():
         if options.part in (part, "all"):
-            rows = []
-            for row in rows_of(options):
-                rows.append(row)
-                if options.json:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-            print_table(rows)
+            print_table(list(rows_of(options)))
     return 0
 
 

@@ -128,8 +128,7 @@ def load(folder: Path) -> list[Record]:
 
 def step_times(folder: Path) -> dict[tuple[str, str], float]:
     """{(network, algorithm): seconds} of a step; empty where nobody measured them."""
-    path = folder / "step_times.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    rows = commands.read_rows(folder / "step_times.jsonl")
     return {(row["network"], row["algorithm"]): row["step_time_s"] for row in rows}
 
 

@@ -31,6 +31,13 @@ RUNS = {
     "gossip": ALONE,
     "no messages": ALONE,
 }
+FIXED = """
+hardware=cpu skip_jax_distributed_system=True enable_checkpointing=False
+dataset_type=grain grain_file_type=parquet grain_worker_count=0 tokenize_train_data=False
+packing=False vocab_size=256 base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=4
+base_num_kv_heads=4 head_dim=16 base_mlp_dim=256 attention=dot_product dtype=float32
+per_device_batch_size=4 learning_rate=3e-3 ici_fsdp_parallelism=1
+"""
 
 
 def main(arguments: list[str]) -> None:
@@ -149,32 +156,12 @@ def options(parsed, of_run: dict) -> list[str]:
         "run_name": name,
         "base_output_directory": parsed.out.resolve(),
         "metrics_file": parsed.out.resolve() / f"{name}.jsonl",
-        "hardware": "cpu",
-        "skip_jax_distributed_system": True,
-        "enable_checkpointing": False,
-        "dataset_type": "grain",
-        "grain_file_type": "parquet",
         "grain_train_files": parsed.out.resolve() / "train.parquet",
-        "grain_worker_count": 0,
-        "tokenize_train_data": False,
         "tokenizer_path": tokenizers / "tokenizer.default",  # MaxText wants one; unused
-        "packing": False,
-        "vocab_size": 256,
-        "base_emb_dim": 64,
-        "base_num_decoder_layers": 2,
-        "base_num_query_heads": 4,
-        "base_num_kv_heads": 4,
-        "head_dim": 16,
-        "base_mlp_dim": 256,
-        "attention": "dot_product",
-        "dtype": "float32",
         "max_target_length": LENGTH,
-        "per_device_batch_size": 4,
-        "learning_rate": 3e-3,
         "steps": parsed.steps,
-        "ici_fsdp_parallelism": 1,
     }
-    return ["", *(f"{key}={value}" for key, value in (chosen | of_run).items())]
+    return ["", *FIXED.split(), *(f"{key}={value}" for key, value in (chosen | of_run).items())]
 
 
 def evaluate(params: dict, parsed) -> float:

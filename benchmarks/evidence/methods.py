@@ -115,7 +115,6 @@ class Task:
             attention="xla",
             init_std=width**-0.5,
         )
-
         self.large = decoders.num_params(self.config) > LARGE
 
     def one_by_one(self, f):
@@ -307,13 +306,14 @@ def draw(rows: list[dict]):
             label: (mine[0]["bytes_per_step"] / 1e6, np.array([row["loss"] for row in mine]))
             for label, mine in best_rows(of_size).items()
         }
-        front = _front({label: (sent, losses.mean()) for label, (sent, losses) in found.items()})
-        axes.plot(*np.transpose([(found[k][0], found[k][1].mean()) for k in front]), color=BLUE,
-                  lw=1, ls=":", zorder=1)  # fmt: skip
+        means = {label: (sent, losses.mean()) for label, (sent, losses) in found.items()}
+        front = _front(means)
+        line = np.transpose([means[label] for label in front])
+        axes.plot(*line, color=BLUE, lw=1, ls=":", zorder=1)
         for label, (sent, losses) in found.items():
             colour = BLUE if label in front else GREY
             axes.vlines(sent, losses.min(), losses.max(), color=colour, lw=1, alpha=0.5)
-            axes.plot(sent, losses.mean(), "o", color=colour, ms=6, mec="white", mew=0.7)
+            axes.plot(*means[label], "o", color=colour, ms=6, mec="white", mew=0.7)
         axes.set_xscale("log")
         axes.set_xlim(right=axes.get_xlim()[1] * 2)
         plain_numbers(axes.xaxis, (1,))
@@ -321,9 +321,7 @@ def draw(rows: list[dict]):
         axes.set_xlabel("MB that a replica sends per step", color=GREY)
         unit = "byte" if of_size[0]["vocab"] == 256 else "token"
         axes.set_ylabel(f"validation loss, nats per {unit}", color=GREY)
-        _name(
-            axes, {label: (sent, losses.mean()) for label, (sent, losses) in found.items()}, front
-        )
+        _name(axes, means, front)
     return figure
 
 
@@ -380,20 +378,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows: list[dict] = []
     if options.figure:
-        rows = [json.loads(line) for line in options.figure.read_text().splitlines()]
+        rows = commands.read_rows(options.figure)
     else:
         if options.data is None or options.steps % 60 or options.steps < 60:
             parser.error("--data is needed, and --steps must be a multiple of 60")
         sizes = (options.batch, options.width, options.layers, options.context, options.vocab)
         task = Task(options.data, options.steps, *sizes)
-
         kept = ("steps", "batch", "width", "layers", "context", "vocab", "every")
         same = {name: getattr(options, name) for name in kept}
         began, known = time.perf_counter(), {}
-        if options.json and options.json.exists():
-            for row in map(json.loads, options.json.read_text().splitlines()):
-                if same.items() <= row.items():
-                    known[row["method"], row["learning_rate"], row["seed"]] = row
+        for row in commands.read_rows(options.json) if options.json else ():
+            if same.items() <= row.items():
+                known[row["method"], row["learning_rate"], row["seed"]] = row
 
         def measure(variant: Variant, rate: float, seed: int) -> float:
             if (row := known.get((variant.label, rate, seed))) is None:

@@ -66,7 +66,6 @@ class Variant:
             "momentum": lambda: optax.sgd(rate, momentum=MOMENTUM),
             "adam": lambda: optax.adam(rate),
             "accum_adam": lambda: optim.accum_adamw(rate, weight_decay=0.0, accum_steps=2),
-            "muon": lambda: optax.contrib.muon(rate, consistent_rms=0.2),
         }[self.optimizer]()
         return METHODS[self.method].build(self.parts(schedule, rate, inner))
 
@@ -101,7 +100,6 @@ PAIRS = ("random_matching",)
 TOP = (("compressor", "top_k"), ("fraction", 0.1), ("gamma", 0.3))
 INT8 = (("compressor", "int8"), ("gamma", 0.3))
 WHOLE = {"own": ("complete",), "every": 4}
-OUTER = {"own": ("random_matching(rounds=64)",), "every": 4}
 VARIANTS = (
     Variant("all_reduce", "all_reduce", own=("complete",), centre=1.0),
     Variant("all_reduce, momentum", "all_reduce", "momentum", own=("complete",), centre=0.1),
@@ -130,13 +128,6 @@ VARIANTS = (
     Variant("all_reduce, Adam", "all_reduce", "adam", own=("complete",), centre=0.01),
     Variant("decentralized Adam", "decentralized_adam", "adam", "awc", centre=0.03),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "awc", centre=0.03),
-    Variant("NoLoCo", "noloco", **OUTER),
-    Variant("SparseLoCo", "sparseloco", **WHOLE),
-    Variant("all_reduce, Muon", "all_reduce", "muon", own=("complete",), centre=0.03),
-    Variant("Muon, AWC", "decentralized_sgd", "muon", "awc", centre=0.03),
-    Variant("MuLoCo", "diloco", "muon", centre=0.03, **WHOLE),
-    Variant("SUDA-Muon", "gradient_tracking", "muon", "awc", centre=0.03),
-    Variant("DeMuon", "gradient_tracking", "muon", "atc", centre=0.03),
 )
 
 

@@ -37,7 +37,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
 from benchmarks.faults.peers import PROGRAMS, flags_of, pids_of
-from benchmarks.run_on_hosts import ROOT, SCRIPT, environment, hosts, inside, names_of_hosts
+from benchmarks.run_on_hosts import ROOT, environment, hosts, inside, names_of_hosts
 from decent_jax.checkpoints.in_memory import MEMORY, folder_of
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.plots.style import new_figure, save
@@ -251,30 +251,14 @@ def main(arguments: list[str]) -> None:
             if (arm, every) in done:
                 continue
             seconds = parsed.seconds if every else min(parsed.seconds, UNDISTURBED_S)
-            with made_hosts(arm), tempfile.TemporaryDirectory() as folder:
+            count, ray = HOSTS + (arm == "neighbours"), arm == "peers"
+            with hosts(count, MBIT, ray=ray), tempfile.TemporaryDirectory() as folder:
                 row = {"arm": arm, "every": every} | measured(arm, seconds, every, Path(folder))
             rows.append(row)
             commands.write_rows(path, rows)
             print(f"{arm}: {row['steps']} steps in {row['seconds']:.0f} s", file=sys.stderr)
     print(table(rows))
     draw(rows, parsed.out / "goodput.png")
-
-
-@contextlib.contextmanager
-def made_hosts(arm: str):
-    """Hosts, with Ray where peers need it; removed at the end."""
-    if arm == "peers":
-        with hosts(HOSTS, MBIT):
-            yield
-        return
-    if names_of_hosts():
-        sys.exit("there are hosts already, perhaps of another benchmark; benchmarks/hosts.sh down")
-    count = HOSTS + (arm == "neighbours")
-    subprocess.run([SCRIPT, "up", str(count), f"{MBIT}mbit"], check=True, stdout=sys.stderr)
-    try:
-        yield
-    finally:
-        subprocess.run([SCRIPT, "down"], check=True)
 
 
 if __name__ == "__main__":

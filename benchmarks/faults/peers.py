@@ -1,19 +1,15 @@
 """Peers beside synchronous programs: the tables of docs/peers.md.
 
-    python benchmarks/faults/peers.py slow|links|quality [--out FOLDER] [--seconds 20]
+    python benchmarks/faults/peers.py slow|links [--out FOLDER] [--seconds 20]
 
 Each run is one that a user would start. A row per run goes to FOLDER/NAME.jsonl; runs that have a
 row there are not made again, so an interrupted benchmark continues. At the end the table is
-printed, of the first two with the planner's prediction for the synchronous programs.
+printed, with the planner's prediction for the synchronous programs.
 
-slow      one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
-links     requests after H steps, float32 and 8 bits, on links of --mbit between --hosts.
-quality   the quickstart with eight peers on this machine, beside synchronous gossip and all-reduce,
-          at equal examples, --seeds of them. `swarm` is the recursion of peers in one program. A
-          step of a peer also sleeps for 0.1 s: without it, an average of eight processes on two
-          cores takes longer than several steps.
+slow    one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
+links   requests after H steps, float32 and 8 bits, on links of --mbit between --hosts.
 
-The first two start `train.py` on a Ray cluster of network namespaces (benchmarks/hosts.sh, four if
+They start `train.py` on a Ray cluster of network namespaces (benchmarks/hosts.sh, four if
 --hosts does not say otherwise) with one peer each, or `run_on_hosts.py train.py` on the same hosts,
 which needs root. There are fewer cores than hosts, so computing is a sleep of 0.2 s (sleeping.py):
 they measure waiting and the cost of the messages themselves. A step alone is that of peers that
@@ -21,8 +17,6 @@ never average.
 """
 
 import contextlib
-import json
-import os
 import signal
 import statistics
 import subprocess
@@ -170,52 +164,7 @@ def pids_of(host: str) -> list[int]:
     return [int(pid) for pid in listed.stdout.split()]
 
 
-# --- The quickstart with eight peers --------------------------------------------------------------
-
-SWARM = {
-    "algorithm": "swarm",
-    "schedule": "random_matching",
-    "optimizer.name": "accum_adam",
-    "mix_every": 1,
-}
-OF_QUALITY: dict[str, dict[str, Any]] = {
-    "all_reduce": {"algorithm": "all_reduce", "optimizer.name": "accum_adam"},
-    "one_peer_exp": {},
-    "swarm": SWARM,
-    "peers": SWARM | {"trainer": "peers"},
-}
-
-
-def quality_of(program: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Nats per byte of the consensus model at the end of a run, and averages per step and peer."""
-    config = f"{SLEEPING}:text" if program == "peers" else "quickstart"
-    fields = OF_QUALITY[program] | {"seed": seed, "eval.every": 3000}
-    command = [sys.executable, str(ROOT / "train.py"), "--config", config]
-    command += ["--workdir", str(folder)]
-    command += [f"--config.{name}={value}" for name, value in fields.items()]
-    own = {"PYTHONPATH": str(ROOT)}
-    if program == "peers":
-        own["JAX_NUM_CPU_DEVICES"] = "1"  # peers share two cores, so each is content with one
-    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | own)
-    loss = json.loads((folder / "summary.json").read_text())["final"]["eval/loss"]
-    rows = [row for row in read_metrics(folder) if "peers/averaged" in row]
-    return {"loss": loss} | (
-        {"averaged": rows[-1]["peers/averaged"] / (rows[-1]["step"] * 8)} if rows else {}
-    )
-
-
 # --- The tables -----------------------------------------------------------------------------------
-
-
-def quality_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = ["| program | validation loss | mean | of all_reduce |", "|---|---|---|---|"]
-    losses = {name: [r["loss"] for r in rows if r["program"] == name] for name in OF_QUALITY}
-    base = statistics.mean(losses["all_reduce"])
-    for name, found in losses.items():
-        mean, listed = statistics.mean(found), ", ".join(f"{loss:.4f}" for loss in found)
-        lines.append(f"| {name} | {listed} | {mean:.4f} | {mean / base:.4f} |")
-    return "\n".join(lines)
 
 
 def predicted(row: dict[str, Any], alone_s: float) -> float:
@@ -258,40 +207,28 @@ def waiting_table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__)
-    parser.add_argument("table", choices=("slow", "links", "quality"))
+    parser.add_argument("table", choices=("slow", "links"))
     parser.add_argument("--out", type=Path, default=Path("peers_out"), metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run")
     parser.add_argument("--mbit", type=float, default=75.0, help="of links, for the table links")
     parser.add_argument("--hosts", type=int, default=4, help="of the table links")
-    parser.add_argument("--seeds", type=int, default=3, help="of the table quality")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parsed.out.mkdir(parents=True, exist_ok=True)
     path = parsed.out / f"{parsed.table}.jsonl"
     rows = commands.read_rows(path)
-    quality = parsed.table == "quality"
-    if quality:
-        cases = [
-            {"program": name, "seed": seed} for seed in range(parsed.seeds) for name in OF_QUALITY
-        ]
-    else:
-        cases = cases_of(parsed.table, parsed)
+    cases = cases_of(parsed.table, parsed)
     known = [{k: row.get(k) for k in row["case"]} for row in rows]
     missing = [case for case in cases if case not in known]
     with contextlib.ExitStack() as stack:
-        if missing and not quality:
+        if missing:
             stack.enter_context(hosts(parsed.hosts, missing[0]["mbit"]))
         for case in tqdm(missing, file=sys.stderr):
             with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                found = (
-                    quality_of(**case, folder=folder)
-                    if quality
-                    else measured(case, folder, parsed.seconds)
-                )
+                found = measured(case, Path(name), parsed.seconds)
             rows.append(case | {"case": list(case)} | found)
             commands.write_rows(path, rows)
-    print((quality_table if quality else waiting_table)(rows))
+    print(waiting_table(rows))
 
 
 if __name__ == "__main__":

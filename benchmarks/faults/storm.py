@@ -34,7 +34,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
-from benchmarks.faults.long_run import of_process
+from benchmarks.faults.one_run import of_process
 from benchmarks.faults.peers import ROOT, SLEEPING
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.plots.style import new_figure, save
@@ -74,9 +74,8 @@ def measured(arm: str, count: int, seconds: float, every: float | None, folder: 
     own = {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     started = time.monotonic()
     with words.open("w") as file:
-        process = subprocess.Popen(
-            command_of(arm, workdir, count), env=os.environ | own, stdout=file, stderr=file
-        )
+        argv = command_of(arm, workdir, count)
+        process = subprocess.Popen(argv, env=os.environ | own, stdout=file, stderr=file)
     family: set[psutil.Process] = set()
     try:
         while not all_train(arm, workdir, count):
@@ -84,9 +83,8 @@ def measured(arm: str, count: int, seconds: float, every: float | None, folder: 
                 sys.exit(f"the run did not begin:\n{words.read_text()[-3000:]}")
             time.sleep(0.5)
         found: dict[str, Any] = {"start_s": round(time.monotonic() - started, 1)}
-        found["peer_mb"], found["peer_cpu_s"] = (
-            costs(process, workdir) if has_peers(arm) else (0, 0)
-        )
+        cost = costs(process, workdir) if has_peers(arm) else (0, 0)
+        found["peer_mb"], found["peer_cpu_s"] = cost
         found |= watched(process, arm, workdir, words, seconds, every, family)
     finally:
         family |= set(descendants(process))
@@ -319,10 +317,8 @@ def main(arguments: list[str]) -> int:
     kills = sum(len(row["kills"]) for row in rows if row["arm"] in storms) // len(storms)
     print(f"supervised: kept {share(rows[-1], rows):.1%} of the steps")
     print(f"peers: kept {min(shares):.1%} to {max(shares):.1%} in {len(shares)} storms")
-    print(
-        f"kept {statistics.mean(shares):.1%} of the steps of an undisturbed run "
-        f"({parsed.peers} peers, {kills} kills)"
-    )
+    kept = f"kept {statistics.mean(shares):.1%} of the steps of an undisturbed run"
+    print(f"{kept} ({parsed.peers} peers, {kills} kills)")
     return 0
 
 

@@ -1,6 +1,6 @@
 """The 36 step times of Figure 6 of "From Promise to Practice", published and predicted.
 
-    python benchmarks/planner/figure6.py [--json rows.jsonl]
+    python benchmarks/planner/figure6.py
 
 Strong scaling of the base Transformer (63.1M parameters, float32, 25k source and target tokens per
 step over all GPUs) on three clusters. Three constants per cluster are fitted to the all_reduce and
@@ -13,6 +13,7 @@ more bytes out of a node than one port can. The model lets a single all-reduce u
 InfiniBand ports of an A100 node, but one Ethernet port of an A40 node.
 """
 
+import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,11 +25,11 @@ from scipy.optimize import least_squares
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
 from decent_jax import topology
-from decent_jax.ground.command_line import output_file
 from decent_jax.planner import network, runtime, simulator
 from decent_jax.planner.network import ETHERNET_25G, INFINIBAND_100G, NVLINK, PCIE, Link, Network
 from decent_jax.planner.runtime import AllReduce, Gossip, LogNormal, Workload
 
+PUBLISHED = Path(__file__).resolve().parents[2] / "tests" / "data" / "figure6.csv"
 # d 512, h 8, 6 + 6 layers, feed-forward 2048, and one embedding of 37120 x 512 that source,
 # target and output share, so that its gradient is complete only at the end of the backward pass.
 EMBEDDING_BYTES = 4 * 37120 * 512
@@ -50,60 +51,23 @@ class Cluster(NamedTuple):
     ports: int  # a node has
     ports_of_one: int  # a single all-reduce uses
     sizes: tuple[int, ...]
-    published_ms: dict[str, tuple[float, ...]]
     start: dict[str, float]
+
+    def published_ms(self, algorithm: str) -> list[float]:
+        """A step of each size, as the paper gives it."""
+        with PUBLISHED.open(newline="") as file:
+            rows = {(r["cluster"], int(r["devices"])): r for r in csv.DictReader(file)}
+        return [float(rows[self.name, n][algorithm]) for n in self.sizes]
 
 
 CLUSTERS = (
-    Cluster(
-        "8xT4, 100G IB",
-        8,
-        Link(PCIE.latency_s, 12.5e9),  # PCIe 3.0 x16
-        INFINIBAND_100G,
-        1,
-        1,
-        (16, 32, 64),
-        {
-            ALL_REDUCE: (372.5, 225.5, 167.3),
-            SGP: (425.5, 292.4, 235.5),
-            EXP: (314.8, 178.8, 123.1),
-            AER: (312.3, 178.8, 122.2),
-        },
-        {"gpu_seconds": 4.0, "overhead_s": 0.05, "sigma": 0.1},
-    ),
-    Cluster(
-        "4xA100, 100G IB",
-        4,
-        NVLINK,
-        INFINIBAND_100G,
-        2,
-        2,
-        (8, 16, 32),
-        {
-            ALL_REDUCE: (73.0, 54.8, 51.5),
-            SGP: (69.4, 53.0, 50.7),
-            EXP: (63.4, 46.8, 44.7),
-            AER: (61.7, 45.8, 43.7),
-        },
-        {"gpu_seconds": 0.2, "overhead_s": 0.03, "sigma": 0.1},
-    ),
-    Cluster(
-        "4xA40, 25G Ethernet",
-        4,
-        PCIE,
-        ETHERNET_25G,
-        2,
-        1,
-        (8, 16, 32),
-        {
-            ALL_REDUCE: (166.1, 195.5, 188.5),
-            SGP: (150.5, 99.9, 112.4),
-            EXP: (122.8, 97.4, 110.8),
-            AER: (122.0, 78.9, 67.9),
-        },
-        {"gpu_seconds": 0.6, "overhead_s": 0.04, "sigma": 0.1},
-    ),
-)
+    Cluster("8xT4, 100G IB", 8, Link(PCIE.latency_s, 12.5e9), INFINIBAND_100G, 1, 1, (16, 32, 64),
+            {"gpu_seconds": 4.0, "overhead_s": 0.05, "sigma": 0.1}),  # PCIe 3.0 x16
+    Cluster("4xA100, 100G IB", 4, NVLINK, INFINIBAND_100G, 2, 2, (8, 16, 32),
+            {"gpu_seconds": 0.2, "overhead_s": 0.03, "sigma": 0.1}),
+    Cluster("4xA40, 25G Ethernet", 4, PCIE, ETHERNET_25G, 2, 1, (8, 16, 32),
+            {"gpu_seconds": 0.6, "overhead_s": 0.04, "sigma": 0.1}),
+)  # fmt: skip
 
 
 def published(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[Row]:
@@ -111,7 +75,7 @@ def published(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[
     return [
         {"algorithm": name, "num_replicas": n, "step_time_s": milliseconds / 1e3}
         for name in algorithms
-        for n, milliseconds in zip(cluster.sizes, cluster.published_ms[name], strict=True)
+        for n, milliseconds in zip(cluster.sizes, cluster.published_ms(name), strict=True)
     ]
 
 
@@ -220,7 +184,7 @@ def constants_of(cluster: Cluster, largest: bool = True, **simulation) -> dict[s
     sgp = fit(
         published(cluster, [SGP])[:1],
         lambda row, **constant: predict_s(cluster, row, **found, **constant, **simulation),
-        {"sgp_s": 0.1 * cluster.published_ms[SGP][0] / 1e3},
+        {"sgp_s": 0.1 * cluster.published_ms(SGP)[0] / 1e3},
         {},
     )
     return found | sgp
@@ -242,10 +206,8 @@ def predicted_rows(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser(__doc__)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the rows")
-    parser.add_argument(
-        "--without_largest", action="store_true", help="fit nothing to the most GPUs of a cluster"
-    )
+    words = "fit nothing to the most GPUs of a cluster"
+    parser.add_argument("--without_largest", action="store_true", help=words)
     options = parser.parse_args(arguments)
     largest = not options.without_largest
     rows, notes = [], []
@@ -253,10 +215,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("|---|---|---|---|---|---|---|")
     for cluster in CLUSTERS:
         constants = constants_of(cluster, largest)
-        notes.append(
-            f"{cluster.name}: "
-            + ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
-        )
+        words = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
+        notes.append(f"{cluster.name}: {words}")
         own = predicted_rows(cluster, constants, largest, steps=400, warm_up=200)
         for row in own:
             print(
@@ -283,8 +243,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print("\nconstants")
     print("\n".join(notes))
-    if options.json:
-        commands.write_rows(options.json, rows)
     return 0
 
 

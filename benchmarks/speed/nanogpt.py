@@ -1,124 +1,81 @@
-"""nanoGPT's CPU recipe in plain PyTorch, and beside it configs/shakespeare.py with one replica.
+"""nanoGPT's CPU recipe in plain PyTorch, beside `configs/shakespeare.py:cpu,all_reduce`.
 
-    python benchmarks/speed/nanogpt.py --data DIR/data/shakespeare --torch TORCH/bin/python
+    TORCH/bin/python benchmarks/speed/nanogpt.py --data DIR/data/shakespeare
 
-TORCH is an environment of its own with PyTorch and NumPy; this project needs neither. Both train
-with the published settings, in turn, --times each; a turn may be short (--steps 200). Prints a line
-of JSON per turn: the median time of a step, and the loss of the whole validation set every 250
-steps with the seconds of training before it; then the ratio of the times, ours over PyTorch's, of
-each pair of turns. Evaluation, start and compilation are not counted.
+TORCH is an environment of its own with PyTorch and NumPy; this project needs neither. Trains with
+the published settings. Prints a line of JSON: the loss of the whole validation set every 250 steps,
+with the seconds of training before it, and the median time of a step.
 """
 
 import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 RATE, LEAST_RATE, WARMUP, STEPS = 1e-3, 1e-4, 100, 2000
 BETAS, DECAY, CLIP = (0.9, 0.99), 0.1, 1.0
-EVERY, LOGGED = 250, 50  # steps between evaluations, and between rows of our metrics
+EVERY, TIMED = 250, 50  # steps between evaluations, and between two looks at the clock
 
 
 def main(arguments: list[str]) -> None:
-    """Turns of both; with --alone one of PyTorch, in this process."""
     parser = commands.parser(__doc__)
     parser.add_argument("--data", required=True, type=Path, metavar="DIR")
-    parser.add_argument("--torch", metavar="PYTHON", help="an interpreter that has PyTorch")
-    parser.add_argument("--alone", action="store_true", help="only PyTorch, in this process")
-    parser.add_argument("--times", type=int, default=3, help="turns of each")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a turn")
-    parser.add_argument("--seed", type=int, default=0, help="of the first turn")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch; 0: its default")
     parsed = parser.parse_args(arguments)
-    if parsed.alone:
-        print(json.dumps(train_torch(parsed.data, parsed.steps, parsed.seed, parsed.threads)))
-        return
-    ratios = []
-    for seed in range(parsed.seed, parsed.seed + parsed.times):
-        theirs = [parsed.torch, __file__, "--alone", f"--data={parsed.data}"]
-        theirs += [f"--steps={parsed.steps}", f"--seed={seed}", f"--threads={parsed.threads}"]
-        row = json.loads(subprocess.run(theirs, check=True, capture_output=True).stdout)
-        own = train_ours(parsed.data, parsed.steps, seed)
-        print(json.dumps(row), json.dumps(own), sep="\n", flush=True)
-        ratios.append(own["step_time_s"] / row["step_time_s"])
-    print(json.dumps({"ratio": statistics.median(ratios), "ratios": ratios}))
+    print(json.dumps(trained(parsed.data, parsed.steps, parsed.seed, parsed.threads)))
 
 
-def train_ours(data: Path, steps: int, seed: int) -> dict:
-    """A row of a turn of train.py with one replica."""
-    with tempfile.TemporaryDirectory() as folder:
-        fields = {"data.path": data, "num_replicas": 1, "steps": steps, "seed": seed}
-        command = [sys.executable, "train.py", "--config=configs/shakespeare.py:cpu,all_reduce"]
-        command += [f"--config.{name}={value}" for name, value in fields.items()]
-        command += [f"--workdir={folder}/run", f"--config.log.every={LOGGED}"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        rows = commands.read_rows(Path(folder, "run/metrics.jsonl"))
-    times = [row["perf/step_time_s"] for row in rows[1:] if "perf/step_time_s" in row]
-    losses = [
-        (row["step"], row["perf/wall_time_s"], row["eval/loss"])
-        for row in rows
-        if "eval/loss" in row
-    ]
-    return row_of("decent_jax", seed, times, losses)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.into_stream = nn.ModuleList(
+            nn.Linear(inputs, WIDTH, bias=False) for inputs in (WIDTH, 4 * WIDTH)
+        )
+
+    def forward(self, x):
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1))  # (B, T, 3, heads, D)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.into_stream[0](y.transpose(1, 2).flatten(2))
+        return x + self.into_stream[1](functional.gelu(self.wide(self.norms[1](x))))
 
 
-def row_of(framework: str, seed: int, times: list[float], losses: list[tuple]) -> dict:
-    """What is printed of a turn; ``losses`` are (step, seconds, loss)."""
-    row = {"framework": framework, "seed": seed, "step_time_s": statistics.median(times)}
-    return row | {"losses": [[step, round(t, 1), round(loss, 4)] for step, t, loss in losses]}
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        for name, x in self.named_parameters():
+            if x.ndim == 2:
+                narrow = math.sqrt(2 * LAYERS) if "into_stream" in name else 1
+                nn.init.normal_(x, std=0.02 / narrow)
+
+    def forward(self, windows):
+        x = self.tokens(windows[:, :-1]) + self.positions.weight
+        logits = self.norm(self.blocks(x)) @ self.tokens.weight.T
+        return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def train_torch(data: Path, steps: int, seed: int, threads: int) -> dict:
-    """A row of a turn of PyTorch."""
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
-            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-            self.wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-            self.into_stream = nn.ModuleList(
-                nn.Linear(inputs, WIDTH, bias=False) for inputs in (WIDTH, 4 * WIDTH)
-            )
-
-        def forward(self, x):
-            heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1))  # (B, T, 3, heads, D)
-            q, k, v = heads.permute(2, 0, 3, 1, 4)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.into_stream[0](y.transpose(1, 2).flatten(2))
-            return x + self.into_stream[1](functional.gelu(self.wide(self.norms[1](x))))
-
-    class GPT(nn.Module):
-        def __init__(self, vocabulary: int):
-            super().__init__()
-            self.tokens = nn.Embedding(vocabulary, WIDTH)
-            self.positions = nn.Embedding(CONTEXT, WIDTH)
-            self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-            self.norm = nn.LayerNorm(WIDTH, bias=False)
-            for name, x in self.named_parameters():
-                if x.ndim == 2:
-                    narrow = math.sqrt(2 * LAYERS) if "into_stream" in name else 1
-                    nn.init.normal_(x, std=0.02 / narrow)
-
-        def forward(self, windows):
-            x = self.tokens(windows[:, :-1]) + self.positions.weight
-            logits = self.norm(self.blocks(x)) @ self.tokens.weight.T
-            return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
+def trained(data: Path, steps: int, seed: int, threads: int) -> dict:
+    """The row that is printed."""
     torch.manual_seed(seed)
     if threads:
         torch.set_num_threads(threads)
@@ -148,15 +105,16 @@ def train_torch(data: Path, steps: int, seed: int, threads: int) -> dict:
         optimizer.zero_grad(set_to_none=True)
 
     times, losses, spent = [], [], 0.0
-    for t in range(0, steps, LOGGED):
+    for t in range(0, steps, TIMED):
         began = time.perf_counter()
-        for k in range(LOGGED):
+        for k in range(TIMED):
             step(t + k)
         spent += time.perf_counter() - began
-        times.append((time.perf_counter() - began) / LOGGED)
-        if (t + LOGGED) % EVERY == 0 or t + LOGGED >= steps:
-            losses.append((t + LOGGED, spent, loss_of_all()))
-    return row_of("pytorch", seed, times[1:] or times, losses)
+        times.append((time.perf_counter() - began) / TIMED)
+        if (t + TIMED) % EVERY == 0 or t + TIMED >= steps:
+            losses.append((t + TIMED, spent, loss_of_all()))
+    losses = [[t, round(seconds, 1), round(loss, 4)] for t, seconds, loss in losses]
+    return {"seed": seed, "step_time_s": statistics.median(times[1:] or times), "losses": losses}
 
 
 def rate(t: int) -> float:

@@ -10,7 +10,6 @@ brackets is what `decent-jax planner predict` says, given the rate and the step 
 """
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,13 +41,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parsed = parser.parse_args(arguments)
     parsed.out.mkdir(parents=True, exist_ok=True)
+    files = {rate: parsed.out / f"{rate:g}.jsonl" for rate in parsed.mbit}
     if parsed.draw is None:
-        for rate in parsed.mbit:
-            measure(rate, parsed.out / f"{rate:g}.jsonl", parsed.repeats)
-    cells = {
-        rate: shares(commands.read_rows(parsed.out / f"{rate:g}.jsonl"), rate)
-        for rate in parsed.mbit
-    }
+        for rate, file in files.items():
+            measure(rate, file, parsed.repeats)
+    cells = {rate: shares(commands.read_rows(file), rate) for rate, file in files.items()}
     print(table(cells))
     if parsed.draw is not None:
         draw(cells, parsed.draw)
@@ -64,14 +61,9 @@ def measure(rate: float, file: Path, repeats: int) -> None:
     labels = ["none", "all_reduce", *(label for label, _ in ARMS.values())]
     program = ["benchmarks/speed/step_time.py", f"--algorithms={','.join(labels)}", "--steps=2"]
     program += [f"--repeats={repeats}", f"--json={file}", f"--network={rate:g}mbit"]
-    if run_on_hosts.names_of_hosts():
-        sys.exit("there are hosts already, perhaps of another benchmark; benchmarks/hosts.sh down")
-    subprocess.run([run_on_hosts.SCRIPT, "up", str(HOSTS), f"{rate:g}mbit"], check=True)
-    try:
+    with run_on_hosts.hosts(HOSTS, rate, ray=False):
         if run_on_hosts.run_on_all(run_on_hosts.names_of_hosts(), program):
             sys.exit(f"step_time.py failed on links of {rate:g} Mbit/s")
-    finally:
-        subprocess.run([run_on_hosts.SCRIPT, "down"], check=True)
 
 
 def shares(rows: list[dict], rate: float) -> Shares:

@@ -121,9 +121,8 @@ class Variant:
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
         self.units = config.batch_size * parts.task.units_per_example  # a step, over all replicas
         self.seconds: list[float] = []
-        watch.barrier(
-            config.cluster.exchange_s
-        )  # others may still compile, and gloo waits 30 s only
+        # Others may still compile, and gloo waits 30 s only.
+        watch.barrier(config.cluster.exchange_s)
         self.run(sum(count for count, _ in self._given) + 1)
         self.seconds.clear()
 
@@ -169,13 +168,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--network", default="", help="words for the JSON lines, such as 200mbit")
     parsed, overrides = parser.parse_known_args(arguments)
     if parsed.steps < 1 or parsed.repeats < 1:
-        parser.error(
-            f"--steps and --repeats must be at least 1, got {parsed.steps} and {parsed.repeats}"
-        )
-    configs = {
-        name: config_of(name, parsed, overrides)
-        for name in split_outside_brackets(parsed.algorithms)
-    }
+        parser.error("--steps and --repeats must be at least 1")
+    names = split_outside_brackets(parsed.algorithms)
+    configs = {name: config_of(name, parsed, overrides) for name in names}
     cluster.start(next(iter(configs.values())))
     with tempfile.TemporaryDirectory() as folder:
         variants = measure(configs, folder, parsed)
@@ -212,9 +207,8 @@ def gpt(parsed):
 
 def delay_of(config) -> int:
     """Steps beside which a message travels."""
-    return (
-        getattr(config, config.algorithm).delay if config.algorithm in ("diloco", "noloco") else 0
-    )
+    late = config.algorithm in ("diloco", "noloco")
+    return getattr(config, config.algorithm).delay if late else 0
 
 
 def communicates(name: str) -> bool:

@@ -1,6 +1,6 @@
 """The time that algorithms lose to replicas that are slow, always or now and then.
 
-    python benchmarks/speed/stragglers.py [--processes 8] [--steps 60] [--json FILE]
+    python benchmarks/speed/stragglers.py [--processes 8] [--steps 60]
 
 Starts real processes, one per replica, that train nothing: the compute of a step is a sleep, and
 the messages are those of the library, over gloo, of a small array. The processes need no cores, so
@@ -38,7 +38,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import commands
 from decent_jax import gossip, topology
-from decent_jax.ground.command_line import output_file
 from decent_jax.planner import network, runtime, simulator
 
 MEAN_S = 0.05
@@ -52,7 +51,6 @@ def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__)
     parser.add_argument("--processes", type=int, default=8, help="replicas; a power of two")
     parser.add_argument("--steps", type=int, default=60, help="of each measurement")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # which one this is
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
@@ -61,8 +59,6 @@ def main(arguments: list[str]) -> None:
         return
     rows = [row | {"simulated": simulated(row, parsed.processes)} for row in measured(parsed)]
     print(table(rows))
-    if parsed.json:
-        commands.write_rows(parsed.json, rows)
 
 
 # --- The measuring processes --------------------------------------------------------------------

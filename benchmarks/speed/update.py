@@ -42,12 +42,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parsed = parser.parse_args(arguments)
-    if parsed.repeats < 1:
-        parser.error(f"--repeats is {parsed.repeats}; give at least 1")
-    if not 0 < parsed.parameters < 1e5:
-        parser.error(
-            f"--parameters is in millions, above 0 and below 1e5, got {parsed.parameters:g}"
-        )
+    if parsed.repeats < 1 or not 0 < parsed.parameters < 1e5:
+        parser.error("--repeats is at least 1; --parameters, in millions, above 0 and below 1e5")
     params = arrays_of(parsed.parameters * 1e6)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     cases = {"copy": copy_of(size)}
@@ -114,9 +110,7 @@ def copy_of(nbytes: int) -> Case:
 
 def update_of(inner, params, guarded: bool) -> Case:
     """One update from mixed parameters and gradients."""
-    tx = inner
-    if guarded:
-        tx = optim.decentralized(inner, SCHEDULE)
+    tx = optim.decentralized(inner, SCHEDULE) if guarded else inner
 
     def step(state, grads, mixed):
         params, opt_state = state
