@@ -5,6 +5,7 @@ import importlib.util
 from types import SimpleNamespace
 
 import jax
+import optax
 import pytest
 import tiny
 from refusals import refused
@@ -13,7 +14,7 @@ from test_config import main, one_sentence, train_py  # noqa: F401 (a fixture)
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_bytes
 from decent_jax.train import config as config_lib
-from decent_jax.train import default_config, described, experiment, hlo
+from decent_jax.train import default_config, described, experiment, hlo, xla
 
 needs_tpus = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -56,6 +57,18 @@ def test_without_our_options_messages_on_tpus_wait_for_the_gradient(monkeypatch)
     monkeypatch.setattr("decent_jax.train.xla.FOR_TPUS", {})
     on = described.target("v5p:2x2x1")
     assert hlo.overlap(kernels_of(on), on.seconds).least < 0.01
+
+
+@needs_tpus
+def test_an_option_that_this_compiler_does_not_know_is_left_out(monkeypatch):
+    """Another jaxlib brings another one; the two that are set are known to 0.10.2 and 0.12.0.1."""
+    on = described.target("v5e:2x2")
+    monkeypatch.setitem(xla.FOR_TPUS, "xla_tpu_no_such_option", True)
+    config = small(on)
+    schedule = config_lib.make_schedule(config)
+    with pytest.warns(UserWarning, match="xla_tpu_no_such_option"):
+        options = xla.options_of_step(described.place(config, on), schedule, optax.identity())
+    assert set(options) == set(xla.FOR_TPUS) - {"xla_tpu_no_such_option"} and len(options) == 2
 
 
 @pytest.mark.parametrize(
