@@ -6,21 +6,24 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax._src.distributed import global_state  # see `decent_jax.cluster.watch`
 from tqdm import tqdm
 
-from decent_jax.cluster import rendezvous
+from decent_jax.cluster import rendezvous, sockets, watch
 from decent_jax.cluster.start import Device
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import flat
 
 _BYTES_PER_GBIT = 1e9 / 8
+_ANOTHER_CARD = (
+    "another card: NCCL_SOCKET_IFNAME for GPUs, a host's own name in /etc/hosts for CPUs"
+)
 
 
 def check_devices(hosts: list[str]) -> list[Device]:
@@ -73,21 +76,22 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(
-    devices: list[Device], num_bytes: int, repeats: int, quiet: bool
-) -> tuple[np.ndarray, np.ndarray]:
+    devices: list[Device], hosts: list[str], num_bytes: int, repeats: int, quiet: bool
+) -> tuple[np.ndarray, np.ndarray, str]:
     """Latency and bandwidth between devices of different processes; all processes call it.
 
     A message goes to the partner, and a short one comes back when it has arrived, see `links`.
 
     Args:
       devices: n devices, one of each process.
+      hosts: of each process.
       num_bytes: size of the long message.
       repeats: measurements of each link, whose median counts.
       quiet: print nothing.
 
     Returns:
       latency_s, bandwidth_bytes_per_s: (n, n) float64, row i sent by device i; the diagonals are 0
-      and infinite.
+      and infinite. And lines that say how the hosts reach each other, see `ways`.
     """
     index, n = jax.process_index(), len(devices)
     mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)
@@ -105,10 +109,8 @@ def measure(
             for source, target in pairs:
                 if source == index:
                     seconds[target, k] = np.median(times)
-    # as bytes: jax would make them float32
-    rows = multihost_utils.process_allgather(np.frombuffer(seconds.tobytes(), np.uint8))
-    short, long = np.moveaxis(np.frombuffer(rows.tobytes()).reshape(n, n, 2), -1, 0)
-    return links(short, long, 4 * sizes[1])
+    short, long = np.moveaxis(np.array(watch.gather(seconds.tolist())), -1, 0)
+    return *links(short, long, 4 * sizes[1]), ways(_connections(), hosts)
 
 
 def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,6 +149,13 @@ def _time(exchange: Callable, message: jax.Array) -> float:
     return time.perf_counter() - began
 
 
+def _connections() -> list[list[tuple[sockets.End, sockets.End, str]]]:
+    """See `ways`; without those to the coordinator."""
+    port = int((global_state.coordinator_address or ":0").rpartition(":")[2])
+    ends = [both for both in sockets.connections() if port not in (both[0][1], both[1][1])]
+    return watch.gather([(near, far, sockets.card(near[0], far[0])) for near, far in ends])
+
+
 # --- Reporting ----------------------------------------------------------------------------------
 
 
@@ -173,3 +182,34 @@ def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> st
     slowest = np.where(links, gbits, np.inf).argmin()
     latency_line = worst("longest latency", latency_us, "us", longest)
     return f"{latency_line}\n{worst('slowest link', gbits, 'Gbit/s', slowest)}"
+
+
+def ways(
+    connections: Sequence[Sequence[tuple[sockets.End, sockets.End, str]]], hosts: Sequence[str]
+) -> str:
+    """By which address and network card each host reaches which others, and what changes it.
+
+    Args:
+      connections: of each process: its end, the other's, its card; other programs' do not count.
+      hosts: of each process.
+
+    >>> a, b = ("10.0.0.1", 4000), ("10.0.0.2", 5000)
+    >>> print(ways([[(a, b, "eth0")], [(b, a, "ib0")]], ["gpu1", "gpu2"]))
+    gpu1 by 10.0.0.1 (eth0) to gpu2
+    gpu2 by 10.0.0.2 (ib0) to gpu1
+    another card: NCCL_SOCKET_IFNAME for GPUs, a host's own name in /etc/hosts for CPUs
+    """
+    ends = {
+        (tuple(near), tuple(far), card == "lo" and host): (host, card)  # each host has its own lo
+        for host, own in zip(hosts, connections, strict=True)
+        for near, far, card in own
+    }
+    reached: dict[tuple[str, str, str], set[str]] = {}
+    for (near, far, inside), (host, card) in ends.items():
+        if other := ends.get((far, near, inside)):
+            reached.setdefault((host, near[0], card), set()).add(other[0])
+    lines = [
+        f"{host} by {address} ({card}) to {', '.join(sorted(others))}"
+        for (host, address, card), others in reached.items()
+    ]
+    return "\n".join([*lines, _ANOTHER_CARD])

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax._src import xla_bridge  # nothing public says whether jax has been used
-from jax.experimental import multihost_utils
 
 from decent_jax.cluster import launchers, rendezvous, watch
 from decent_jax.cluster.supervise import end_with_supervisor
@@ -356,13 +354,8 @@ def hosts() -> list[str]:
     """The host name of every process; all processes must call it at the same point."""
     if len(_hosts) == jax.process_count():
         return list(_hosts)
-    width = 64
-    name = socket.gethostname().encode()[:width].ljust(width)
-    names = [name]
-    if jax.process_count() > 1:  # the user's own program has joined them
-        names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8)).tobytes()
-        names = [names[i : i + width] for i in range(0, len(names), width)]
-    return [printable(name.decode(errors="replace").strip()) for name in names]
+    # The user's own program has joined them.
+    return [printable(name) for name in watch.gather(socket.gethostname())]
 
 
 def any_process(flag: bool) -> bool:

@@ -82,14 +82,15 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     quiet = jax.process_index() != 0
     if not quiet:
         print(f"{started}\n{preflight.agreement(config, len(devices))}", flush=True)
-    found = preflight.measure(devices, _num_bytes(options), options.repeats, quiet)
+    size = _num_bytes(options), options.repeats
+    found = preflight.measure(devices, start.hosts(), *size, quiet)
     if not quiet:
         _report(options, *found, names)
 
 
 def _links_of_ray(
     options: argparse.Namespace, config: Any, address: str
-) -> tuple[Any, Any, list[str]]:
+) -> tuple[Any, Any, str, list[str]]:
     from decent_jax.actors import ray_cluster
 
     ray_cluster.prepare(address)
@@ -102,8 +103,10 @@ def _num_bytes(options: argparse.Namespace) -> int:
     return int(options.megabytes * 1e6)
 
 
-def _report(options: argparse.Namespace, latency: Any, bandwidth: Any, names: list[str]) -> None:
-    print(preflight.report(latency, bandwidth, names))
+def _report(
+    options: argparse.Namespace, latency: Any, bandwidth: Any, ways: str, names: list[str]
+) -> None:
+    print(f"{preflight.report(latency, bandwidth, names)}\n{ways}")
     print(save(latency, bandwidth, names, options.save))
 
 

@@ -1,7 +1,6 @@
 """Measurement of the links between the nodes of a Ray cluster, by an actor on each."""
 
 import os
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,20 +21,20 @@ class Probe:
         return free_address(own_host())
 
     def measure(
-        self, place: tuple[str, int, int], exchange_s: int, num_bytes: int, repeats: int
-    ) -> Any:
+        self, place: tuple[str, int, int], exchange_s: int, hosts: list[str], *size: int
+    ) -> tuple[np.ndarray, np.ndarray, str]:
         """See `decent_jax.cluster.preflight.measure`; ``place``: coordinator, count, index."""
         os.environ.setdefault("PJRT_NPROC", "4")
         leave_launcher()
         join(*place, exchange_s)
         devices = [jax.local_devices(process_index=p)[0] for p in range(jax.process_count())]
-        return preflight.measure(devices, num_bytes, repeats, quiet=True)
+        return preflight.measure(devices, hosts, *size, quiet=True)
 
 
 def measure(
     config: Config, num_bytes: int, repeats: int
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Latency and bandwidth between the nodes, and their names, for a plan of pipelines.
+) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
+    """Latency, bandwidth and ways between the nodes, and their names, for a plan of pipelines.
 
     Args:
       config: its ``pipeline.address`` is that of the cluster.
@@ -52,7 +51,7 @@ def measure(
 
 def measured(
     config: Config, actors: Actors, num_bytes: int, repeats: int
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
+) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
     """See `measure`; ``actors`` are those of the cluster."""
     pipeline, nodes = config.pipeline, actors.nodes()
     if len(nodes) < 2:
@@ -68,11 +67,12 @@ def measured(
     try:
         started = [probe.call("address") for probe in probes]
         coordinator, *_ = [call.result(config.cluster.timeout_s) for call in started]
-        sizes = config.cluster.exchange_s, num_bytes, repeats
+        hosts = [node.names[0] for node in nodes]
+        asked = config.cluster.exchange_s, hosts, num_bytes, repeats
         calls = [
-            p.call("measure", (coordinator, len(probes), k), *sizes) for k, p in enumerate(probes)
+            p.call("measure", (coordinator, len(probes), k), *asked) for k, p in enumerate(probes)
         ]
-        (latency, bandwidth), *_ = [call.result() for call in calls]
+        found, *_ = [call.result() for call in calls]
     except Silent:  # such as a node with fewer cores than pipeline.cpus
         raise PeerLost(
             "the links could not be measured: a node did not start a process within "
@@ -83,4 +83,4 @@ def measured(
     finally:
         for probe in probes:
             probe.kill()
-    return latency, bandwidth, [f"{node.names[0]}/0" for node in nodes]
+    return *found, [f"{host}/0" for host in hosts]

@@ -93,6 +93,7 @@ def test_two_processes_that_slurm_starts(start_process, tmp_path, tiny_data, cap
         r"^2 processes agree: Python .*, config [0-9a-f]{12}, 1 x cpu each$", words, re.M
     )
     assert "measuring 2 links in 2 rounds" in words
+    assert re.search(r"^(\S+) by \S+ \(lo\) to \1$", words, re.M)
     assert re.search(r"^slowest link: .* Gbit/s, \S+/\d -> \S+/\d \(median", words, re.M)
     found = network.load(saved)
     assert found.num_devices == 2 and found.num_nodes == 1

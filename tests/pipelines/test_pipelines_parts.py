@@ -326,7 +326,8 @@ def test_links_are_measured_or_a_node_that_starts_no_process_is_given_up(kind, t
     actors = LocalActors({links.Probe: kind}, nodes)
     if kind is Probe:
         found = links.measured(config, actors, 1000, 3)
-        assert found == ("of ('host:1', 2, 0)", (200, 1000, 3), ["a/0", "b/0"])
+        asked = 200, ["a", "b"], 1000, 3
+        assert found == ("of ('host:1', 2, 0)", asked, ["a/0", "b/0"])
         ways = [{"on": node, "cpus": 2.0, "gpus": 0.5} for node in nodes]
         assert [probe.options for probe in actors.started] == ways
     else:
