@@ -102,6 +102,7 @@ class Actors:
         on: Node | None = None,
         cpus: float = 0.0,
         gpus: float = 0.0,
+        memory: float = 0.0,
         threads: int = 1,
     ) -> Actor:
         """Start an actor ``kind(*args)``.
@@ -112,11 +113,13 @@ class Actors:
           on: its node; None: Ray spreads actors over all nodes.
           cpus: reserved by Ray.
           gpus: reserved by Ray; it sees no others.
+          memory: reserved by Ray, in bytes.
           threads: in which Ray calls its methods.
         """
         remote: Any = ray.remote(_in_process(kind, log, sigterm) if log else kind)
         where = NodeAffinitySchedulingStrategy(on.id, soft=False) if on else "SPREAD"
-        options = {"max_concurrency": threads} if threads > 1 else {}
+        options: dict[str, Any] = {"max_concurrency": threads} if threads > 1 else {}
+        options |= {"memory": int(memory)} if memory else {}
         actor = remote.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where, **options)
         return Actor(actor.remote(*args))
 

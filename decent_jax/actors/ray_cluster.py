@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,15 @@ def prepare(address: str) -> None:
 
 
 @contextlib.contextmanager
-def running(config: Any, section: str, count: int, store: int = 0) -> Iterator[None]:
+def running(
+    config: Any, section: str, needs: Sequence[float] = (), store: int = 0
+) -> Iterator[None]:
     """Ray at the address that a section of the config names; empty: started on this machine.
 
     Args:
       config: of the run.
       section: "peers" or "pipeline".
-      count: actors that Ray will have.
+      needs: see `check_memory`.
       store: bytes of their objects.
 
     Raises:
@@ -78,7 +80,7 @@ def running(config: Any, section: str, count: int, store: int = 0) -> Iterator[N
         )
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if not address:
-        check_memory(count, store, section)
+        check_memory(needs, section)
         options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
     try:
         with warnings.catch_warnings():  # Ray forks; the child calls exec at once
@@ -92,16 +94,28 @@ def running(config: Any, section: str, count: int, store: int = 0) -> Iterator[N
             value=address,
         ) from None
     try:
-        check_resources(config, section, count, ray.cluster_resources())
+        check_resources(config, section, needs, ray.cluster_resources())
         yield
     finally:
         ray.shutdown()
 
 
-def check_memory(count: int, store: int, section: str) -> None:
-    """Refuse more actors than this machine has memory for; ``store``: bytes of their objects."""
-    needed = count * _ACTOR + store
-    machine.check_memory(needed, f"{count} {section} actors, {_ACTOR / 1e6:g} MB each and more,")
+def check_memory(needs: Sequence[float], section: str, there: float | None = None) -> None:
+    """Refuse actors that together need more memory than this machine has.
+
+    Args:
+      needs: bytes of the arrays of each actor.
+      section: "peers" or "pipeline".
+      there: bytes that Ray has on all machines; None: this machine.
+    """
+    count, needed = len(needs), sum(needs) + len(needs) * _ACTOR
+    what = f"{count} {section} actors, {_ACTOR / 1e6:g} MB each and more,"
+    machine.check_memory(needed, what, there)
+
+
+def reserved(config: Any, section: str, need: float) -> float:
+    """Bytes that Ray reserves for an actor with this need; a Ray of our own reserves none."""
+    return need + _ACTOR if getattr(config, section).address else 0.0
 
 
 def check_address(config: Any, section: str) -> None:
@@ -129,12 +143,18 @@ def check_address(config: Any, section: str) -> None:
         ) from None
 
 
-def check_resources(config: Any, section: str, count: int, there: Mapping[str, float]) -> None:
+def check_resources(
+    config: Any, section: str, needs: Sequence[float], there: Mapping[str, float]
+) -> None:
     """Refuse more actors than Ray has room for.
 
     Args:
+      needs: see `check_memory`; Ray reserves it on a cluster.
       there: what Ray has, by its names.
     """
+    count = len(needs)
+    if getattr(config, section).address:
+        check_memory(needs, section, there.get("memory", 0.0))
     for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
         field, each = f"{section}.{name}", getattr(getattr(config, section), name)
         if count * each > there.get(resource, 0.0):

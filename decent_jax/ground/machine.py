@@ -14,12 +14,13 @@ def memory_bytes() -> int:
     return min([total, *_limits("/sys/fs/cgroup/memory.max")])
 
 
-def check_memory(needed: float, what: str) -> None:
-    """Raises ConfigError if ``what`` needs more bytes than this machine has."""
-    if needed > memory_bytes():
+def check_memory(needed: float, what: str, there: float | None = None) -> None:
+    """Raises ConfigError if ``what`` needs more bytes than this machine has; or Ray, ``there``."""
+    has = memory_bytes() if there is None else there
+    if needed > has:
         raise ConfigError(
-            f"{what} needs at least {format_number(needed)}B of memory, and this machine has "
-            f"{format_number(memory_bytes())}B"
+            f"{what} needs at least {format_number(needed)}B of memory, and "
+            f"{'this machine' if there is None else 'Ray'} has {format_number(has)}B"
         )
 
 

@@ -31,7 +31,7 @@ from decent_jax.peers.supervisor import Supervisor
 from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm, conclusion
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.experiment import Experiment
+from decent_jax.train.experiment import Experiment, bytes_ahead, bytes_of, facts_of
 from decent_jax.train.rows import shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.signals import Halted, Signals
@@ -52,12 +52,14 @@ def run(config: Config, workdir: str | Path) -> dict[str, Any]:
     with peer_run.open_run(config, workdir) as (experiment, work):
         work.record.config = config
         state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
-        num_bytes = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        ahead = bytes_ahead(config, experiment.task.train_source, config.num_replicas)
+        need = bytes_of(state) + ahead
         if not config.peers.address:
-            check_memory(count, num_bytes, "peers")
+            check_memory(count * [need], "peers")
             compile_step(config, experiment, work)
-        with running(config, "peers", count, store=num_bytes):
-            return Driver(config, experiment, work, before, Actors(), own_host()).run()
+        with running(config, "peers", count * [need], store=count * bytes_of(state)):
+            driver = Driver(config, experiment, work, before, Actors(), own_host(), need)
+            return driver.run()
 
 
 def compile_step(config: Config, experiment: Experiment, work: Workdir) -> None:
@@ -205,6 +207,7 @@ class Driver:
       before: the manifest of the earlier sessions.
       actors: starts the peers.
       host: IP address of this process.
+      need: bytes of the arrays of a peer.
     """
 
     def __init__(
@@ -215,10 +218,14 @@ class Driver:
         before: dict[str, Any],
         actors: Actors,
         host: str,
+        need: float = 0.0,
     ):
         self.config, self.experiment, self.work, self.host = config, experiment, work, host
+        self._data = facts_of(config, experiment.task)
         self.peers = Supervisor(
-            config, work.path, experiment.steps, before, work.record.incident, actors
+            *(config, work.path, experiment.steps, before, work.record.incident, actors),
+            data=self._data,
+            need=need,
         )
         self.aggregate = Aggregate(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
@@ -232,6 +239,7 @@ class Driver:
                 "best": before.get("best") or math.inf,
                 "examples": self.start * config.batch_size,
                 "step": self.start,
+                "data": before.get("data", self._data),
             }
         )
         self.began = time.monotonic()
@@ -381,6 +389,7 @@ class Driver:
             "seconds": self._seconds(),
             "best": best if math.isfinite(best) else None,
             "streams": self.peers.streams,
+            "data": self._data,
             "batch": self.config.batch_size // self.config.num_replicas,
             "peers": {
                 str(rank): {

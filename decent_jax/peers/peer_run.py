@@ -23,7 +23,7 @@ from decent_jax.peers import Config, Peers
 from decent_jax.peers.events import fits
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
-from decent_jax.train.experiment import Experiment, open_experiment
+from decent_jax.train.experiment import Experiment, check_same_as_train_py, open_experiment
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # peers/RANK/ is the run of a peer
@@ -42,6 +42,7 @@ class Place(NamedTuple):
     start: int | None  # first step of a peer that joins; None: resume from its own checkpoint
     num_streams: int
     all_steps: int = 0  # of all ranks together, when it starts
+    data: dict[str, str] | None = None  # facts about those of `train.py`; None: not compared
 
     @property
     def name(self) -> str:
@@ -172,9 +173,15 @@ def open_run(
 
 @contextlib.contextmanager
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
-    """The run of one peer: its data stream, its share of the batch, its folder."""
+    """The run of one peer: its data stream, its share of the batch, its folder.
+
+    Raises:
+      ConfigError: see `open_run`; or `train.py` has other data.
+    """
     config: Config = config_lib.from_values(flat(place.config))
     with open_run(config, place.folder, place.rank, checked=True) as (experiment, work):
+        if place.data is not None:
+            check_same_as_train_py(config, experiment.task, place.data)
         yield of_peer(experiment, config, place.rank, place.num_streams), work
 
 
@@ -257,6 +264,7 @@ def _is_manifest(value: Any) -> bool:
         fits(value, {"batch": int, "streams": int, "seconds": float, "peers": {}})
         and min(value["batch"], value["streams"]) > 0
         and (value.get("best") is None or is_real(value["best"]))
+        and fits(value.get("data", {}), {})
         and all(
             rank.isdecimal() and len(rank) < 10 and fits(peer, {"steps": int, "alive": bool})
             for rank, peer in value["peers"].items()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decent_jax.actors.handles import Actor, Actors, Call, Unanswered
+from decent_jax.actors.ray_cluster import reserved
 from decent_jax.ground.connections import Address
-from decent_jax.ground.errors import DataError
+from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.json_files import is_whole, read_json
 from decent_jax.peers import Config, events, peer_run
 from decent_jax.peers.membership import Membership
@@ -44,6 +45,8 @@ class Supervisor:
       before: manifest of the earlier sessions.
       say: prints a line for the user.
       actors: starts the peers.
+      data: facts about the data, which all peers must have; None: not compared.
+      need: bytes of the arrays of a peer.
 
     Attributes:
       membership: to which the peers report.
@@ -64,9 +67,12 @@ class Supervisor:
         before: dict[str, Any],
         say: Callable[[str], None],
         actors: Actors,
+        data: dict[str, str] | None = None,
+        need: float = 0.0,
     ):
         self.config, self.folder, self._steps, self._before = config, folder, steps, before
-        self._say, self._actors = say, actors
+        self._say, self._actors, self._data = say, actors, data
+        self._memory = reserved(config, "peers", need)
         self.secret = secrets.token_bytes(32)
         self.streams = before.get("streams", config.num_replicas)
         self.live: dict[int, _Live] = {}
@@ -75,6 +81,7 @@ class Supervisor:
         self.deaths: Counter[int] = Counter()
         self.unsaved = 0
         self._leaving: set[int] = set()  # ranks that `resize` has asked to leave
+        self._first: set[int] = set()  # ranks with which the session begins
         self._said: set[str] = set()
         self._reached = 0
         self.membership = Membership(
@@ -98,6 +105,7 @@ class Supervisor:
         for rank in ranks + peer_run.free_ranks(ranks, wanted - len(ranks)):
             seeded = None if saved else 0
             self._start(rank, self.config.peers.max_lag if rank in saved else seeded)
+            self._first.add(rank)
 
     def _start(self, rank: int, fresh: int | None = None) -> None:
         """Start a peer; see `Membership.add`."""
@@ -111,6 +119,7 @@ class Supervisor:
             before["steps"] if fresh is None else None,
             self.streams,
             self.step() * self.config.num_replicas,
+            self._data,
         )
         actor = self._actors.start(
             *(Peer, place, self._address, self.secret),
@@ -118,6 +127,7 @@ class Supervisor:
             sigterm="leave",
             cpus=peers.cpus,
             gpus=peers.gpus,
+            memory=self._memory,
             threads=_THREADS,
         )
         self.membership.add(rank, place.generation, fresh)
@@ -125,16 +135,24 @@ class Supervisor:
         self.gone.discard(rank)
 
     def collect(self) -> None:
-        """Wait a moment for peers that end, and replace those that died."""
+        """Wait a moment for peers that end, and replace those that died.
+
+        Raises:
+          ConfigError: one with which the session begins cannot do what the config asks of it.
+        """
         calls = {rank: peer.training for rank, peer in self.live.items()}
         for rank in self._actors.ended(calls, _LOOK_S):
             peer = self.live.pop(rank)
             self.membership.remove(rank)
-            leaves = rank in self._leaving
+            leaves, is_first = rank in self._leaving, rank in self._first
             self._leaving.discard(rank)
+            self._first.discard(rank)
             try:
                 result = peer.training.result()
             except Unanswered as error:
+                cause = getattr(error, "cause", None)
+                if is_first and isinstance(cause, ConfigError):  # its successor would fail alike
+                    raise ConfigError(f"peer {rank}: {cause}") from None
                 result = {"how": "die", "why": str(error)}
             how = result["how"]
             if how == "end":

@@ -45,7 +45,7 @@ def measure(
       PeerLost: a node failed meanwhile.
     """
     check_address(config, "pipeline")
-    with running(config, "pipeline", 0):
+    with running(config, "pipeline"):
         return measured(config, Actors(), num_bytes, repeats)
 
 

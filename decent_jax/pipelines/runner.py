@@ -22,12 +22,12 @@ from decent_jax.monitor.goodput import Clock
 from decent_jax.pipelines import Config
 from decent_jax.pipelines.executor import Span
 from decent_jax.pipelines.part import bytes_between_stages
-from decent_jax.pipelines.worker import open_run
+from decent_jax.pipelines.worker import needs_of, open_run
 from decent_jax.pipelines.workers import WorkerCheckpoints, Workers, nodes_of
 from decent_jax.replicas import Consensus, TrainState
 from decent_jax.train import algorithm, conclusion, loop
 from decent_jax.train.evaluation import Evaluator, Model
-from decent_jax.train.experiment import Experiment
+from decent_jax.train.experiment import Experiment, facts_of
 from decent_jax.train.rows import passed
 from decent_jax.train.saved_model import restore_model
 from decent_jax.train.saver import Saver
@@ -62,10 +62,11 @@ def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
     check_address(config, "pipeline")
     with open_run(config, workdir) as (experiment, work, plan, counts):
         config, actors = cast(Config, experiment.config), Actors()
-        count = config.num_replicas * len(counts)
-        with running(config, "pipeline", count):
-            nodes, secret = nodes_of(plan, actors.nodes(), count), secrets.token_bytes(32)
-            with Workers(config, work.path, counts, nodes, secret, actors) as workers:
+        needs = needs_of(experiment, counts)
+        with running(config, "pipeline", config.num_replicas * needs):
+            nodes = nodes_of(plan, actors.nodes(), config.num_replicas * len(counts))
+            given = config, work.path, counts, nodes, secrets.token_bytes(32), actors
+            with Workers(*given, needs=needs) as workers:
                 yield Pipelines(experiment, work, counts, workers)
 
 
@@ -94,7 +95,7 @@ class Pipelines:
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
         with self.work.console.announce(f"starting {len(self._workers.specs)} workers"):
-            self._workers.open()
+            self._workers.open(facts_of(self._config, self.experiment.task))
         meta = self.checkpoints.newest(self.work.console.say)
         step, ahead, n = 0, 0, self._config.num_replicas
         if meta:

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -30,7 +30,7 @@ from decent_jax.pipelines.stage import Stage
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment, xla
-from decent_jax.train.experiment import Experiment
+from decent_jax.train.experiment import Experiment, bytes_of
 from decent_jax.train.workdir import Workdir, open_workdir
 
 LOGS = "workers"  # folder of workers/REPLICA-STAGE.txt
@@ -86,23 +86,33 @@ def open_run(
         yield run, work, plan, counts
 
 
-def open_stage(worker: WorkerSpec) -> Stage:
+def needs_of(experiment: Experiment, counts: list[int]) -> list[int]:
+    """Bytes of the state of each stage of a replica; 0 where it is not in the host's memory."""
+
+    def need(stage: int) -> int:
+        part = Part(experiment.task, stage, counts)
+        params, _ = jax.eval_shape(part.init, jax.random.key(0))
+        return bytes_of((params, jax.eval_shape(experiment.tx.init, params)))
+
+    on_gpus = cast(Config, experiment.config).pipeline.gpus > 0
+    return [0 if on_gpus else need(stage) for stage in range(len(counts))]
+
+
+def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
     """The programs of a worker, after jax has connected the replicas of its stage.
 
     Raises:
-      ConfigError: its machine has too little memory, or its data cannot be used.
+      ConfigError: its data cannot be used, or are not those with the facts ``data``.
     """
     config: Config = config_lib.from_values(flat(worker.config))
     xla.use_cache()
     schedule = config_lib.make_schedule(config)
     task = _task(config, Path(worker.workdir), announce_on_stderr)
+    experiment.check_same_as_train_py(config, task, data)
     rate = experiment.durations(config, task)[2]
     placement = parts.place(config.num_replicas)
     tx = parts.method(config, schedule, rate, placement)
-    part = Part(task, worker.stage, worker.counts)
-    params, _ = jax.eval_shape(part.init, jax.random.key(0))
-    experiment.check_state(placement, (params, jax.eval_shape(tx.init, params)))
-    return Stage(config, schedule, placement, tx, part)
+    return Stage(config, schedule, placement, tx, Part(task, worker.stage, worker.counts))
 
 
 def free_address(host: str) -> str:
@@ -156,12 +166,13 @@ class Worker:
         _, address = connections.listen(host, self._secret, self._mailbox.fill)
         return free_address(host), address
 
-    def open(self, coordinator: str, addresses: list[Address]) -> None:
+    def open(self, coordinator: str, addresses: list[Address], data: dict[str, str]) -> None:
         """Start jax and create the programs.
 
         Args:
           coordinator: the first of `addresses` of replica 0 of its stage.
           addresses: the second of `addresses` of the stages of its replica.
+          data: see `open_stage`.
         """
         cluster, count = self._spec.config["cluster"], self._spec.config["num_replicas"]
         if count > 1:
@@ -172,7 +183,7 @@ class Worker:
                 # Longer than in `Workers`, which can name the silent worker.
                 heartbeat_timeout_seconds=2 * cluster["heartbeat_s"] + 10,
             )
-        self._stage = open_stage(self._spec)
+        self._stage = open_stage(self._spec, data)
         self._channels = [Channel(address, self._secret) for address in addresses]
 
     def connect(self) -> None:

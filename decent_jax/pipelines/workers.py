@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from decent_jax.actors.handles import Actors, Call, Lost, Node, Silent, Unanswered
+from decent_jax.actors.ray_cluster import reserved
 from decent_jax.checkpoints import on_disk as folders
 from decent_jax.checkpoints.arrays import STAGE
 from decent_jax.checkpoints.on_disk import BEST, FOLDER
@@ -36,6 +37,7 @@ class Workers:
       kind: class of the actors.
       clock: seconds.
       wait: for so many seconds.
+      needs: bytes of the arrays of each stage, see `check_memory`.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Workers:
         kind: type = Worker,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
+        needs: Sequence[float] = (),
     ):
         self._wait = wait
         self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
@@ -66,6 +69,7 @@ class Workers:
                 on=node,
                 cpus=pipeline.cpus,
                 gpus=pipeline.gpus,
+                memory=reserved(config, "pipeline", needs[worker.stage] if needs else 0.0),
                 threads=_THREADS,
             )
             for worker, node in zip(self.specs, nodes, strict=True)
@@ -75,14 +79,18 @@ class Workers:
             (actor.call("beat"), clock(), "timeout_s") for actor in self._started
         ]
 
-    def open(self) -> None:
-        """Start jax in all workers and create their programs; see `Worker`."""
+    def open(self, data: dict[str, str]) -> None:
+        """Start jax in all workers and create their programs, see `Worker`.
+
+        Args:
+          data: facts about the data, which all of them must have.
+        """
         answers, calls = self.all("addresses"), []
         for worker, actor in zip(self.specs, self._started, strict=True):
             coordinator, _ = answers[worker.stage]
             first = worker.replica * self._stages
             addresses = [address for _, address in answers[first : first + self._stages]]
-            calls.append(actor.call("open", coordinator, addresses))
+            calls.append(actor.call("open", coordinator, addresses, data))
         self.wait(calls)
         self.all("connect")
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import socket
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from decent_jax import replicas, tasks
+from decent_jax import gossip, replicas, tasks
 from decent_jax.checkpoints import arrays
 from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster import start as cluster
@@ -132,7 +133,57 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
             splits = json_files.read_json(Path(path) / "manifest.json")["splits"]
             sums = zlib.crc32(json.dumps(splits, sort_keys=True).encode())
             found["the manifest of data.path"] = f"checksum {sums:08x}"
+    sampled = [_sampled(task.train_source), _sampled(task.eval_source)]
+    if None not in sampled:
+        found["some of the records"] = "checksums {:08x} and {:08x}".format(*sampled)
     return found
+
+
+def _sampled(source: Sequence[Any]) -> int | None:
+    """A checksum of the first, middle and last record; None if they are not the same each time."""
+
+    def checksum():
+        sums = 0
+        for index in (0, len(source) // 2, len(source) - 1) if len(source) else ():
+            for leaf in map(np.asarray, jax.tree.leaves(source[index])):
+                if leaf.dtype == object:
+                    return None
+                sums = zlib.crc32(leaf.tobytes(), sums)
+        return sums
+
+    try:
+        sums = checksum()
+        return sums if sums == checksum() else None
+    except Exception:  # the run reports it, with the step at which it reads this record
+        return None
+
+
+def check_data(
+    config: Config, facts: dict[str, str], others: dict[str, str], here: str, there: str
+) -> None:
+    """Refuse data with other facts than those of an earlier session or of another process.
+
+    Args:
+      config: of the run.
+      facts: see `facts_of`.
+      others: those of the other.
+      here: when or where ``facts`` were found.
+      there: the same of ``others``.
+    """
+    for name in others | facts:
+        own, other = facts.get(name, "none"), others.get(name, "none")
+        if own != other:
+            raise ConfigError(
+                f"{name}: {other} {there}, {own} {here}; give every session and every machine of "
+                "the run the same data, or take another --workdir",
+                field="data.path",
+                value=getattr(config.data, "path", ""),
+            )
+
+
+def check_same_as_train_py(config: Config, task: Task, data: dict[str, str]) -> None:
+    """Refuse, in the process of an actor, other data than those with the facts ``data``."""
+    check_data(config, facts_of(config, task), data, f"on {socket.gethostname()}", "in train.py")
 
 
 def _place(config: Config, plan: Plan | None) -> Placement:
@@ -288,8 +339,14 @@ def _check_fits_the_model(config, task, tx, rate, placement) -> None:
     """Refuse a run too large for this machine, and a method that does not fit the parameters."""
     params, model_state = jax.eval_shape(task.init, jax.random.key(0))
     algorithm.check_optimizer(config, rate, params)
+
+    def init(params, model_state):
+        if task.mixes_state:
+            gossip.mixable({"model_state": model_state})
+        return tx.init(params)
+
     try:
-        kept = jax.eval_shape(tx.init, params)
+        kept = jax.eval_shape(init, params, model_state)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
@@ -312,10 +369,15 @@ def check_state(placement: Placement, state: Any, together: int = 1) -> None:
       state: shapes of one replica's parameters and of its method's state.
       together: processes on this machine.
     """
-    each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    each = bytes_of(state)
     count = len(placement.local_replicas) * together
     if placement.platform == "cpu":  # other devices report it themselves
         machine.check_memory(count * each, f"the state of {count} replicas on this machine")
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of arrays, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check_on_device(source, tx, placement) -> None:
@@ -352,11 +414,18 @@ def check_batch(config: Config, source: Sequence[Any], processes: int, together:
     if config.batch_size > len(source):
         wanted = f"must be at most {len(source)}, the number of training examples"
         raise ConfigError.about("batch_size", config.batch_size, wanted)
-    try:
-        example = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(source[0]))
-    except DataError:  # the run reports it, with the step at which it reads this record
-        return
     machine.check_memory(
-        together * (config.batch_size // processes) * example * (config.data.prefetch + 1),
+        together * bytes_ahead(config, source, processes),
         f"batch_size {config.batch_size}, with data.prefetch {config.data.prefetch},",
     )
+
+
+def bytes_ahead(config: Config, source: Sequence[Any], processes: int) -> int:
+    """Bytes of the batches that each of ``processes`` holds; 0 if that is not known."""
+    if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
+        return 0
+    try:
+        example = bytes_of(jax.tree.map(np.asarray, source[0]))
+    except DataError:  # the run reports it, with the step at which it reads this record
+        return 0
+    return config.batch_size // processes * example * (config.data.prefetch + 1)

@@ -8,13 +8,13 @@ from typing import Any
 from decent_jax.checkpoints import on_disk
 from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.cluster import watch
-from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.errors import CheckpointError
 from decent_jax.ground.json_files import flat
 from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.replicas import TrainState
 from decent_jax.train.console import Console
 from decent_jax.train.evaluation import Model
-from decent_jax.train.experiment import Experiment, facts_of
+from decent_jax.train.experiment import Experiment, check_data, facts_of
 from decent_jax.train.rows import Rows, passed
 
 
@@ -54,15 +54,8 @@ class Saver:
           ConfigError: the data are not those of its training.
         """
         before = meta.get("data", self._data)
-        for name in before.keys() & self._data.keys():
-            if before[name] != self._data[name]:
-                path = getattr(self._experiment.config.data, "path", "")
-                raise ConfigError(
-                    f"{name}: {before[name]} before step {meta['step']}, {self._data[name]} now; "
-                    "give the run the data that it began with, or take another --workdir",
-                    field="data.path",
-                    value=path,
-                )
+        step = f"before step {meta['step']}"
+        check_data(self._experiment.config, self._data, before, "now", step)
         self.seconds, self.best = meta["seconds"], meta["best"]
         self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
         if not all(watch.gather(on_disk.drop_best_after(self.checkpoints.workdir, meta["step"]))):

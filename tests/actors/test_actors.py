@@ -37,7 +37,7 @@ def test_ray_that_was_imported_without_a_token_is_not_started(mode, monkeypatch)
     ray_cluster.prepare("")
     with (
         refuses("RAY_AUTH_MODE=token", error=ConfigError),
-        ray_cluster.running(train.default_config(), "peers", 1),
+        ray_cluster.running(train.default_config(), "peers", [0]),
     ):
         pass
 
@@ -56,10 +56,10 @@ def test_the_token_of_a_cluster_is_for_its_owner_only(monkeypatch, tmp_path):
 
 def test_more_actors_than_this_machine_has_memory_for_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2e9)
-    ray_cluster.check_memory(7, 0, "peers")
-    for count, store in ((9, 0), (7, 10**9)):
-        with refuses(f"{count} peers", "2.00G", error=ConfigError):
-            ray_cluster.check_memory(count, store, "peers")
+    ray_cluster.check_memory(7 * [0], "peers")
+    for needs in (9 * [0], 7 * [10**9 / 7], [10**9, *6 * [0]]):
+        with refuses(f"{len(needs)} peers", "2.00G", error=ConfigError):
+            ray_cluster.check_memory(needs, "peers")
 
 
 @pytest.mark.parametrize("address", ["host", "host:port", ":1", "127.0.0.1:9", "127.0.0.1:99999"])
@@ -98,8 +98,13 @@ def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
     config = train.default_config()
     config.pipeline.update(cpus=cpus, gpus=gpus)
     with refused(f"pipeline.{field}", 0.8):
-        ray_cluster.check_resources(config, "pipeline", 4, {"CPU": 3.0})
-    ray_cluster.check_resources(config, "pipeline", 2, {"CPU": 3.0, "GPU": 2.0})
+        ray_cluster.check_resources(config, "pipeline", 4 * [0], {"CPU": 3.0})
+    there = {"CPU": 3.0, "GPU": 2.0, "memory": 1e9}
+    ray_cluster.check_resources(config, "pipeline", 2 * [1e9], there)  # of one machine, see above
+    config.pipeline.address = "auto"
+    ray_cluster.check_resources(config, "pipeline", 2 * [2e8], there)
+    with refuses("2 pipeline actors", "Ray has 1.00GB", error=ConfigError):
+        ray_cluster.check_resources(config, "pipeline", 2 * [3e8], there)
 
 
 def test_ray_ends_where_it_has_no_room(monkeypatch):
@@ -107,7 +112,7 @@ def test_ray_ends_where_it_has_no_room(monkeypatch):
     calls = []
     there = types.SimpleNamespace(
         init=lambda **_: calls.append("init"),
-        cluster_resources=lambda: {"CPU": 1.0},
+        cluster_resources=lambda: {"CPU": 1.0, "memory": 1e9},
         shutdown=lambda: calls.append("shutdown"),
         exceptions=types.SimpleNamespace(RayError=OSError),
     )
@@ -115,7 +120,7 @@ def test_ray_ends_where_it_has_no_room(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.exceptions", there.exceptions)
     config = train.default_config()
     config.peers.update(address="auto", cpus=0.8)
-    with refused("peers.cpus", 0.8), ray_cluster.running(config, "peers", 2):
+    with refused("peers.cpus", 0.8), ray_cluster.running(config, "peers", [0, 0]):
         pass
     assert calls == ["init", "shutdown"]
 

@@ -6,17 +6,18 @@ import json
 import os
 import re
 import signal
+import socket
 
 import noise_task
 import numpy as np
 import pytest
 from local_actors import LocalActor, LocalActors, Pending
-from refusals import refused
+from refusals import refused, refuses
 from test_peers_joining import REPORT
 from test_peers_law import PACES, SIZE, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.actors.handles import Lost, Silent
-from decent_jax.ground.errors import Interrupted, TrainingFailed
+from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
 from decent_jax.ground.run_folder import load_run
 from decent_jax.peers import Peers, peer_run
 from decent_jax.peers.__main__ import main
@@ -26,6 +27,7 @@ from decent_jax.peers.peer import Peer
 from decent_jax.peers.step_boundary import number
 from decent_jax.peers.supervisor import Supervisor
 from decent_jax.train.config import changed, parse
+from decent_jax.train.experiment import facts_of
 from decent_jax.train.step import make_step
 from decent_jax.train.stepper import init
 
@@ -97,7 +99,7 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
             assert place.start in (None, entries[str(rank)]["steps"])
             assert supervisor.live[rank].actor.options == {
                 "log": tmp_path / "peers" / str(rank) / "log.txt",
-                **{"sigterm": "leave", "cpus": 2.0, "gpus": 1.0, "threads": 8},
+                **{"sigterm": "leave", "cpus": 2.0, "gpus": 1.0, "threads": 8, "memory": 0.0},
             }
         joins = {rank: place.start is not None for rank, place in places.items()}
         known = peer_run.known_steps(tmp_path, before)
@@ -142,6 +144,34 @@ def test_of_a_peer_that_has_failed_no_process_stays(error, session):
     session.supervisor.collect()
     assert actor.killed and session.supervisor.live[1].actor is not actor
     assert str(error) in session.said[0]
+
+
+def test_a_peer_that_cannot_do_what_the_config_asks_ends_the_run_only_where_it_begins(session):
+    """As when its host has other data; one that joins later is left out, and the others go on."""
+    error = Lost(ConfigError("the training data: 4 records in train.py, 3 records on b"), False)
+    session.peer(2).ends = Lost(RuntimeError(), killed=True)
+    session.supervisor.collect()
+    session.peer(2).ends = error
+    session.supervisor.collect()
+    assert "3 records on b" in session.said[-2] and sorted(session.supervisor.live) == [0, 1, 2, 3]
+    session.peer(3).ends = error
+    with refuses("peer 3", "4 records in train.py", "3 records on b", error=ConfigError):
+        session.supervisor.collect()
+
+
+def test_a_peer_opens_the_data_of_train_py_or_none(tmp_path):
+    config = parse(config_of())
+    with peer_run.open_run(config, tmp_path) as (experiment, _):
+        facts = facts_of(config, experiment.task)
+    place = peer_run.Place(dataclasses.asdict(config), str(tmp_path), 3, 1, 5, 4)
+    with peer_run.open_peer(place._replace(data=facts)):
+        pass
+    for other in (facts | {"the validation data": "9 records"}, facts | {"more": "x"}, {}):
+        with (
+            refuses("in train.py", socket.gethostname(), error=ConfigError),
+            peer_run.open_peer(place._replace(data=other)),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(("leaves", "steps"), [(False, 99), (True, 99), (False, 100)])
@@ -322,14 +352,15 @@ class OnItsWay(Trained):
 
 
 @contextlib.contextmanager
-def driven(folder, kind, **times):
+def driven(folder, kind, before=(), **times):
     config = config_of()
     config.peers.update(times)
     config.eval.every, config.checkpoint.every = 4, 0
     config = parse(config)
     with peer_run.open_run(config, folder) as (experiment, work):
         work.record.config = config
-        yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}), "127.0.0.1")
+        given = config, experiment, work, dict(before), LocalActors({Peer: kind})
+        yield Driver(*given, "127.0.0.1")
 
 
 @pytest.mark.parametrize(("kind", "start_s", "is_late"), [(Trainee, 1e-3, True), (Dead, 60, False)])
@@ -369,11 +400,19 @@ def test_a_run_ends_with_the_mean_of_the_last_models(tmp_path):
     assert (summary["steps"], summary["bytes_sent_per_step"]) == (8, 2 * 4 * SIZE / 2)
     assert peer_run.saved_steps(tmp_path) == [8]
     manifest = json.loads((tmp_path / "peers.json").read_text())
-    assert manifest.pop("seconds") > 0
+    assert manifest.pop("seconds") > 0 and manifest["data"].pop("some of the records")
     assert manifest == {
         **{"step": 8, "examples": 8 * 8, "best": row["eval/loss"], "streams": 4, "batch": 2},
         "peers": {str(rank): {"steps": 8, "alive": True} for rank in range(4)},
+        "data": {"the training data": f"{10**6} records", "the validation data": "8 records"},
     }
+    before = peer_run.read_manifest(tmp_path, parse(config_of()))
+    before["data"]["the training data"] = "5 records"  # on which the earlier session trained
+    with (
+        refuses("5 records before step", f"{10**6} records now", error=ConfigError),
+        driven(tmp_path, Trained, before),
+    ):
+        pass
 
 
 def test_peers_are_evaluated_on_their_way(tmp_path, programs):

@@ -1,5 +1,8 @@
 """Parts of pipelines: messages, workers, links, and what is refused."""
 
+import dataclasses
+import os
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -12,18 +15,19 @@ from pipeline_threads import Threads
 from refusals import ANY, refused, refuses
 from test_pipelines import config_of
 
-from decent_jax import topology, train
+from decent_jax import pipelines, topology, train
 from decent_jax.actors.handles import Lost, Node, Silent
 from decent_jax.gossip import codecs
-from decent_jax.ground import connections
+from decent_jax.ground import connections, machine
 from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
 from decent_jax.monitor.goodput import Clock
-from decent_jax.pipelines import links, part
+from decent_jax.pipelines import links, part, worker
 from decent_jax.pipelines.executor import Channel, Key, Mailbox, Span
 from decent_jax.pipelines.runner import Pipelines
 from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import Workers, nodes_of
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train import experiment
 from decent_jax.train.config import parse
 from decent_jax.train.synchronous import TIMED
 
@@ -147,7 +151,8 @@ class WorkerSpec:
     def addresses(self):
         return self.worker.name, (self.worker.name, 1)
 
-    def open(self, coordinator, addresses):
+    def open(self, coordinator, addresses, data):
+        assert data["the manifest of data.path"] and data["the training data"]
         assert coordinator == f"stage {self.worker.stage} of replica 0"
         own = [f"stage {s} of replica {self.worker.replica}" for s in range(2)]
         assert addresses == [(name, 1) for name in own]
@@ -243,6 +248,51 @@ def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_
     assert runner.measured(18, 14, 1.0) == {f"stages/{name}": x for name, x in seconds.items()}
     sent = 4 * experiment.task.summary()["parameters"], 8 * 8 * 16 * 4
     assert tuple(runner.messages.values()) == (*sent, 2)
+
+
+def test_a_worker_with_other_data_is_refused_before_it_has_a_state(
+    tiny_data, tmp_path, monkeypatch
+):
+    """Its host has another folder at the same path."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_data, "data")
+    config = parse(config_of("data", 2, model={"layers": 2}))
+    with open_run(config, tmp_path / "run") as (run, *_, counts):
+        facts = experiment.facts_of(config, run.task)
+    spec = worker.WorkerSpec(dataclasses.asdict(config), str(tmp_path / "run"), 0, 1, counts)
+    monkeypatch.setattr(worker, "Stage", lambda *_: "a stage")
+    assert worker.open_stage(spec, facts) == "a stage"
+    for name in facts:
+        for others in (facts | {name: "300"}, {k: facts[k] for k in facts if k != name}):
+            with refuses(f"{name}: {others.get(name, 'none')} in train.py, {facts[name]} on "):
+                worker.open_stage(spec, others)
+    shutil.rmtree("data")
+    with refuses("data", error=ConfigError):
+        worker.open_stage(spec, facts)
+
+
+def test_the_states_of_all_workers_of_a_machine_are_compared_with_it_together(
+    tiny_data, tmp_path, monkeypatch
+):
+    """Here Ray is refused before it starts; a cluster reserves what each of them needs."""
+    config = config_of(tiny_data, 2, model={"layers": 2, "width": 1024})
+    with open_run(parse(config), tmp_path / "run") as (run, *_, counts):
+        needs = worker.needs_of(run, counts)
+        parameters = run.task.summary()["parameters"]
+    # AccumAdam has two moments and the sum of a window; the table is lent, not copied.
+    assert sum(needs) == pytest.approx(4 * 4 * parameters, rel=0.01) and needs[0] != needs[1]
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 2 * sum(needs) + 4 * 250e6 - 1)
+    monkeypatch.setitem(os.environ, "RAY_AUTH_MODE", "token")
+    with refuses("4 pipeline actors", error=ConfigError):
+        pipelines.run(parse(config), tmp_path / "run")
+    config.pipeline.gpus = 1.0
+    with open_run(parse(config), tmp_path / "run") as (run, *_, counts):
+        assert worker.needs_of(run, counts) == [0, 0]
+    config.pipeline.address, actors = "host:1", LocalActors()
+    given = parse(config), tmp_path, counts, [None] * 4, SECRET, actors, WorkerSpec
+    with Workers(*given, needs=needs):
+        reserved = [actor.options["memory"] for actor in actors.started]
+    assert reserved == [need + 250e6 for need in 2 * needs]
 
 
 @pytest.mark.parametrize("step", [0, 7])
