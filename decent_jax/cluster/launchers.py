@@ -49,6 +49,18 @@ def size_of(launcher: str) -> int | None:
     return None if variable is None else number_in(variable, os.environ[variable])
 
 
+def shows_own_devices(launcher: str | None) -> bool:
+    """Whether a process sees no devices of others: it is alone on its host, or bound to its own.
+
+    Otherwise jax gives each process of a host the one device that has its number there.
+    """
+    told = os.environ.get
+    if launcher == "SLURM":
+        nodes = told("SLURM_STEP_NUM_NODES", "")
+        return bool(told("SLURM_GPUS_PER_TASK")) or nodes == told("SLURM_STEP_NUM_TASKS")
+    return launcher == "Open MPI" and told("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+
+
 def check_unread(count: int) -> None:
     """Raises ConfigError where another launcher has started this process with others.
 

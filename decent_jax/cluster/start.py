@@ -165,7 +165,8 @@ def _place(cluster: Cluster, launcher: str | None) -> _Place:
             f"{launcher} started this process, but its variables cannot be used "
             f"({type(error).__name__}: {error}); {launchers.BY_HAND}"
         ) from None
-    address, count, index, devices = detected
+    address, count, index, of_its_number = detected
+    devices = devices if launchers.shows_own_devices(launcher) else of_its_number
     another = launcher == "Open MPI" and not OmpiCluster.is_env_present()  # SLURM's, for instance
     if another or address is None or count is None or index is None:
         raise ConfigError(

@@ -41,7 +41,7 @@ def tools(tmp_path, monkeypatch):
 
 
 def run_sbatch(tools, **variables):
-    script(tools / "srun", 'echo "$JAX_LOCAL_DEVICE_IDS|$*"')
+    script(tools / "srun", 'echo "$*"')
     script(tools / "scontrol", "printf 'gpu1\\ngpu2\\n'")
     variables |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"}
     done = subprocess.run(
@@ -56,9 +56,9 @@ def run_sbatch(tools, **variables):
 
 def test_slurm_starts_a_process_for_each_gpu_or_for_each_node(tools):
     said = run_sbatch(tools)
-    assert said == "|--no-kill --kill-on-bad-exit=0 python train.py --config a b.py\n"
-    said = run_sbatch(tools, PER="node")  # with all its GPUs
-    assert said.startswith("0,1,2,3|--ntasks-per-node=1 --ntasks=2 ")
+    assert said == "--no-kill --kill-on-bad-exit=0 python train.py --config a b.py\n"
+    said = run_sbatch(tools, PER="node")
+    assert said.startswith("--ntasks-per-node=1 --ntasks=2 ")
 
 
 def test_slurm_with_the_supervisor(tools):
@@ -91,6 +91,28 @@ def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host,
         assert launchers.detect_launcher() == launcher
         place = start._place(config_lib.default_config().cluster, launcher)
         assert place == (f"{host}:9876", 2, index, [index])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "devices"),
+    [
+        ("SLURM", {"SLURM_STEP_NUM_NODES": "2"}, None),
+        ("SLURM", {"SLURM_STEP_NUM_NODES": "1"}, [1]),
+        ("SLURM", {"SLURM_STEP_NUM_NODES": "1", "SLURM_GPUS_PER_TASK": "2"}, None),
+        ("SLURM", {"SLURM_STEP_NUM_NODES": "2", "JAX_LOCAL_DEVICE_IDS": "0,3"}, [0, 3]),
+        ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [1]),
+        ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, None),
+    ],
+)
+def test_a_process_that_sees_no_devices_of_others_takes_all(
+    monkeypatch, launcher, variables, devices
+):
+    """jax gives it the one of its number, so that the others idle, or that it does not see."""
+    started = {"SLURM": slurm(9876, 2, 1), "Open MPI": open_mpi_4(9876, 1)}[launcher]
+    steps = {"SLURM_STEP_NUM_TASKS": "2"} if launcher == "SLURM" else {}
+    for name, value in (started | steps | variables).items():
+        monkeypatch.setenv(name, value)
+    assert start._place(config_lib.default_config().cluster, launcher).devices == devices
 
 
 @pytest.mark.parametrize(
