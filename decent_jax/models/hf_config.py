@@ -116,6 +116,7 @@ _FIELDS = {  # fields of a run's config that correspond to keys of config.json
 }
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and of those before
+_OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # They do not affect the function that the weights compute (vocab_size: its rows are checked).
 _NEUTRAL = {
     *("_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout"),
@@ -125,6 +126,14 @@ _NEUTRAL = {
     *("resid_pdrop", "return_dict", "summary_activation", "summary_first_dropout"),
     *("summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params"),
     *("torch_dtype", "transformers_version", "use_cache", "vocab_size", *_ROPE),
+    *(
+        "_num_labels",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "num_labels",
+        "output_attentions",
+    ),
+    *("output_hidden_states", "output_past", "tokenizer_class", "torchscript", "use_bfloat16"),
 }
 
 
@@ -166,7 +175,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
         and not key.endswith("_token_id")
         and (value != wanted[key] if key in wanted else value not in (None, False, [], {}))
     }
-    for key in sorted(unlike.keys() - _FIELDS):
+    for key in sorted(unlike.keys() - (_FIELDS.keys() & wanted.keys())):
         raise ValueError(
             f"{path} says {key} {shown(unlike[key])}, which this model does not support"
             + (f": it has {wanted[key]!r}" if key in wanted else "")
@@ -194,6 +203,8 @@ def _complete(kind: str, said: dict) -> dict:
         said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
         turned = said.get("partial_rotary_factor", 1.0)
         said["partial_rotary_factor"] = rope.get("partial_rotary_factor", turned)
+        if said["rope_type"] == "default":
+            said |= {key: value for key, value in rope.items() if key not in _OF_ROPE}
     said["num_key_value_heads"] = said.get("num_key_value_heads") or said["num_attention_heads"]
     if said.get("head_dim") == said["hidden_size"] // said["num_attention_heads"]:
         del said["head_dim"]

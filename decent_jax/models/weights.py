@@ -124,6 +124,7 @@ _HEAD = "lm_head.weight"
 _OF_VOCABULARY = ("wte.weight", "model.embed_tokens.weight", _HEAD)
 _IGNORED = (".attn.bias", ".attn.masked_bias")
 _FREQUENCIES = "rotary_emb.inv_freq"
+_FLOATS = ("F64", "F32", "F16", "BF16")  # names of dtypes in a file
 
 
 def load_decoder(path: str | Path, config: decoders.Config) -> Params:
@@ -196,16 +197,20 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
 def _read(file: Path, key: str) -> np.ndarray:
     """One tensor in float32; published ones are often bfloat16."""
     with safetensors.safe_open(file, framework="numpy") as opened:
-        stored = opened.get_tensor(key)
-    if not jnp.issubdtype(stored.dtype, jnp.floating) or stored.dtype.itemsize == 1:
-        raise ValueError(
-            f"tensor {key!r} of {file} is {stored.dtype}; quantized weights must be "
-            "dequantized first"
-        )
-    value = np.asarray(stored, np.float32)
+        value = np.asarray(_tensor(opened, file, key), np.float32)
     if not np.isfinite(value).all():
         raise ValueError(f"tensor {key!r} of {file} has a value that is not finite")
     return value
+
+
+def _tensor(opened: Any, file: Path, key: str) -> np.ndarray:
+    """One tensor of an open file; ValueError for one that NumPy does not know, or no floats."""
+    kind = opened.get_slice(key).get_dtype()
+    if kind not in _FLOATS:
+        raise ValueError(
+            f"tensor {key!r} of {file} is {kind}; quantized weights must be dequantized first"
+        )
+    return opened.get_tensor(key)
 
 
 def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
@@ -217,6 +222,8 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
         place = place.get("weight_map") if isinstance(place, dict) else None
         if not place or not isinstance(place, dict) or {*map(type, place.values())} != {str}:
             raise ValueError(f"{path}: {otherwise}")
+        if outside := [name for name in place.values() if Path(name).name != name or not name]:
+            raise ValueError(f"{path} names {outside[0]!r}; its files must be in its own folder")
         files = [path.with_name(name) for name in sorted(set(place.values()))]
     stored = {}
     for file in files:
@@ -224,7 +231,8 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
             for key in opened.keys():  # noqa: SIM118
                 name = functools.reduce(str.removeprefix, _PREFIXES, key)
                 if name.endswith(_FREQUENCIES):
-                    _check_frequencies(opened.get_tensor(key), f"{key!r} of {file}", config)
+                    frequencies = _tensor(opened, file, key)
+                    _check_frequencies(frequencies, f"{key!r} of {file}", config)
                 if name.endswith((*_IGNORED, _FREQUENCIES)):
                     continue
                 if name in stored and key in place:  # the index decides which one is stale
@@ -233,7 +241,7 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
                 elif name in stored:
                     raise ValueError(f"{path} has the tensor {name!r} twice")
                 # Biases of zeros are none; `save_decoder` writes them.
-                if config.bias or not name.endswith("bias") or np.any(opened.get_tensor(key)):
+                if config.bias or not name.endswith("bias") or np.any(_tensor(opened, file, key)):
                     stored[name] = file, key
     return stored
 

@@ -198,10 +198,11 @@ def test_val_input_keeps_its_documents_out_of_train(tmp_path):
 def test_separators_and_odd_characters_in_the_text(tmp_path):
     texts = ["a\0b", "<|endoftext|>", "\ud800", "\ufeffx", "line\u2028line\x85line\rline"]
     a = write_jsonl(tmp_path / "a.jsonl", texts)
-    a.write_bytes(b"\xef\xbb\xbf" + a.read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
+    lines = b"\xef\xbb\xbf" + a.read_bytes().replace(b"\n", b"\r\n") + b"\n\n"
+    a.write_bytes(2 * lines)  # as of two files, each with a mark of its encoding
     b = write_jsonl(tmp_path / "b.jsonl", ["held out"])
     prepare([a], tmp_path / "out", "bytes", val_inputs=[b])
-    assert texts_of(tmp_path / "out", "train") == ["ab", "<|endoftext|>", "�", *texts[3:]]
+    assert texts_of(tmp_path / "out", "train") == 2 * ["ab", "<|endoftext|>", "�", *texts[3:]]
 
 
 def test_other_kinds_of_text_are_read_where_they_are_named(tmp_path):

@@ -116,6 +116,15 @@ LLAMA_3_ROPE = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
         ("llama_3", {"sliding_window": 4096}, ("sliding_window",)),
         ("llama_3", {"logits_scaling": 8.0}, ("logits_scaling",)),
         ("llama_3", {"tie_word_embeddings": "absent"}, ("--config.model.tied=False",)),
+        ("gpt2", {"rope_theta": 1e4}, ("rope_theta", "10000.0")),
+        ("gpt2", {"num_key_value_heads": 1}, ("num_key_value_heads",)),
+        ("llama_3", {"n_embd": 16}, ("n_embd",)),
+        ("llama_3", {"rope_parameters": {"rope_theta": 5e5, "factor": 8.0}}, ("factor", "8.0")),
+        (
+            "llama_3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}, "rope_theta": 5e5},
+            ("full_attention",),
+        ),
     ],
 )
 def test_another_model_is_refused_by_name(changed, name, said, named):
@@ -131,6 +140,8 @@ def test_another_model_is_refused_by_name(changed, name, said, named):
         ("llama_3", {"hidden_act": "swish", "rope_theta": 5e5, "rope_parameters": "absent"}),
         ("llama_3", {"rope_theta": 5e5, "rope_scaling": None, "max_position_embeddings": 9}),
         ("llama_3", {"head_dim": None, "pretraining_tp": 2, "sliding_window": None}),
+        ("gpt2", {"_num_labels": 1, "output_past": True, "tokenizer_class": "GPT2Tokenizer"}),
+        ("gpt2", {"gradient_checkpointing": True, "output_attentions": True, "num_labels": 1}),
     ],
 )
 def test_what_changes_nothing_is_accepted(changed, name, said):
@@ -152,13 +163,35 @@ HEAD, WTE = "lm_head.weight", "transformer.wte.weight"
         (with_nan, ("transformer.h.0.ln_1.weight", "finite")),
         (lambda t: t | {HEAD: 2 * t[WTE]}, (HEAD, "model.tied=False")),
         (lambda t: t | {"wte.weight": t[WTE]}, ("'wte.weight' twice",)),
-        (lambda t: t | {WTE: np.int8(t[WTE])}, (WTE, "int8")),
+        (lambda t: t | {WTE: np.int8(t[WTE])}, (WTE, "I8")),
         (lambda t: {f"model.{k}": x for k, x in t.items()}, ("has no tensor", "it has model.")),
     ],
 )
 def test_tensors_that_cannot_be_meant(changed, change, named):
     with refuses("model.safetensors", *named):
         weights.load_decoder(changed("gpt2", tensors=change), GPT2)
+
+
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.bias"])
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("F4", 4), ("F6_E2M3", 6), ("F8_E4M3", 8), ("F8_E8M0", 8), ("U16", 16), ("C64", 64)],
+)
+def test_tensors_of_a_kind_that_numpy_does_not_know(changed, kind, bits, name):
+    """A bias, too, which a model without biases reads to see whether it is 0."""
+    path = changed("gpt2", {})
+    tensors = safetensors.numpy.load_file(path)
+    parts = {key: ("F32", x.shape, x.tobytes()) for key, x in tensors.items()}
+    parts[name] = kind, tensors[name].shape, bytes(tensors[name].size * bits // 8)
+    header, data = {}, b""
+    for key, (dtype, shape, own) in parts.items():
+        places = [len(data), len(data) + len(own)]
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": places}
+        data += own
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with refuses("model.safetensors", name, kind):
+        weights.load_decoder(path, dataclasses.replace(GPT2, bias="wte" in name))
 
 
 def test_names_of_a_compiled_module(changed):
@@ -268,7 +301,11 @@ def test_shards_hold_what_the_index_says(sharded, change):
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "{"]
+    "text",
+    [
+        *("{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "{"),
+        *(f'{{"weight_map": {{"a": "{name}"}}}}' for name in ("../0.safetensors", "/a", "x/0", "")),
+    ],
 )
 def test_an_index_that_is_none(sharded, text):
     index = sharded()

@@ -145,7 +145,7 @@ def documents(chunk: Chunk, field: str) -> list[str]:
                 text = _decode(read_at_most(file, _most_text(), path), path, 0)
             return [text.removeprefix("\ufeff")]
         if chunk.source.kind == "jsonl":
-            text = _decode(chunk.data, path, chunk.offset).removeprefix("\ufeff")
+            text = _decode(chunk.data, path, chunk.offset)
             lines = enumerate(text.split("\n"), chunk.row)
             return [_json_text(line, path, row, field) for row, line in lines if line.strip()]
         for row, text in enumerate(chunk.data, chunk.row):
@@ -222,7 +222,7 @@ def _decode(data: bytes, path, offset: int) -> str:
 
 def _json_text(line: str, path: Path, row: int, field: str) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line.removeprefix("\ufeff"))  # of files that were put together
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
         raise DataError(f"{path}, line {row}: not valid JSON ({why})") from None
