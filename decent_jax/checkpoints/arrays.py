@@ -48,6 +48,11 @@ def check(state: Any) -> None:
             raise ConfigError(
                 f"{places[name]} and {place} have the same name in a checkpoint, {name}; rename one"
             )
+        if jnp.issubdtype(leaf.dtype, jnp.number) and jax.dtypes.itemsize_bits(leaf.dtype) < 8:
+            raise ConfigError(
+                f"{place} is {leaf.dtype}, and compiled steps take no numbers of less than 8 bits; "
+                "use int8 or float8_e4m3fn"
+            )
         if not leaf.size and name.startswith(("params", "model_state")):
             raise ConfigError(
                 f"{place} has the shape {leaf.shape}, and a checkpoint holds no empty arrays; "

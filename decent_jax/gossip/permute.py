@@ -150,7 +150,8 @@ def clean(rows: jax.Array, finite: jax.Array | None) -> jax.Array:
 
 def at_least_float32(x: jax.Array) -> jnp.dtype:
     """The dtype to compute in with ``x``."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    small = x.dtype.itemsize == 1  # floats of 8 bits, which jax promotes to nothing
+    return jnp.dtype("float32") if small else jnp.promote_types(x.dtype, jnp.float32)
 
 
 def barrier(tree: Tree) -> Tree:

@@ -182,5 +182,10 @@ def _averages(sums: dict) -> dict:
 
 
 def local(tree: Any) -> Any:
-    """Replicated arrays as host arrays."""
-    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), tree)
+    """Replicated arrays as host arrays; random keys, which NumPy has not got, as they are."""
+
+    def on_host(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x.addressable_data(0) if is_key else np.asarray(x.addressable_data(0))
+
+    return jax.tree.map(on_host, tree)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from decent_jax import gossip, optim, replicas
 from decent_jax.checkpoints.executables import NO_CACHE, ExecutableCache
 from decent_jax.cpu.overlap import Parts, overlapped
+from decent_jax.ground.errors import ConfigError
 from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
@@ -92,7 +93,13 @@ def gradient(
       batch: leaves of shape (B, ...), B a multiple of m.
       key: of this step and replica.
     """
-    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+
+    def checked(params, model_state, batch, key):
+        loss, after = loss_of(params, model_state, batch, key)
+        _check_kept(model_state, after)
+        return loss, after
+
+    value_and_grad = jax.value_and_grad(checked, has_aux=True)
     if micro_batches == 1:
         (loss, model_state), grads = value_and_grad(params, model_state, batch, key)
         return loss, model_state, grads
@@ -116,6 +123,26 @@ def gradient(
     carry, _ = jax.lax.scan(add_part, (model_state, (loss, zero), 0), jax.tree.map(in_parts, batch))
     model_state, (loss, grads), _ = carry
     return loss, model_state, grads
+
+
+def _check_kept(before: Any, after: Any) -> None:
+    """Refuse a loss that returns another model state than it was given, by shapes and dtypes."""
+
+    def kinds(tree):
+        leaves = jax.tree_util.tree_leaves_with_path({"model_state": tree})
+        found = (
+            (jax.tree_util.keystr(path), jnp.shape(x), jnp.result_type(x)) for path, x in leaves
+        )
+        return {name: f"{dtype} of shape {shape}" for name, shape, dtype in found}
+
+    given, returned = kinds(before), kinds(after)
+    for name in given | returned:
+        was, is_now = given.get(name, "missing"), returned.get(name, "missing")
+        if was != is_now:
+            raise ConfigError(
+                f"the task's loss returns {name} as {is_now}, and was given {was}; a model state "
+                "keeps its arrays"
+            )
 
 
 def update(

@@ -11,6 +11,7 @@ from refusals import refused, refuses
 
 from decent_jax import train
 from decent_jax.checkpoints import arrays
+from decent_jax.train import saved_model
 
 
 def config(tree, **changes):
@@ -31,19 +32,51 @@ def sums(workdir, step):
 
 
 @pytest.mark.parametrize(
-    ("tree", "named"),
+    ("changes", "named"),
     [
-        ("dots", ("['h']['b']", "['h.b']", "params.h.b")),
-        ("slashes", ("['h']['b']", "['h/b']", "params.h.b")),
-        ("empty", ("['adapter']['w']", "(0, 4)")),
-        ("empty state", ("['seen']", "(0,)")),
+        ({"tree": "dots"}, ("['h']['b']", "['h.b']", "params.h.b")),
+        ({"tree": "slashes"}, ("['h']['b']", "['h/b']", "params.h.b")),
+        ({"tree": "empty"}, ("['adapter']['w']", "(0, 4)")),
+        ({"state": "empty"}, ("['seen']", "(0,)")),
+        ({"state": "int4"}, ("['seen']", "int4")),
+        ({"state": "uint2"}, ("['seen']", "uint2")),
+        ({"state": "float4"}, ("['seen']", "float4_e2m1fn")),
+        ({"state": "count", "mixes": True}, ("['seen']", "int32")),
+        ({"state": "any", "mixes": True}, ("['model_state']", "key<")),
+        ({"state": "count", "after": "grows"}, ("['seen']", "int32 of shape (4,)", "(2,)")),
+        ({"state": "count", "after": "casts"}, ("['seen']", "float32", "int32")),
+        ({"state": "count", "after": "loses"}, ("['seen']", "missing")),
+        ({"state": "count", "after": "adds"}, ("['more']", "missing")),
     ],
 )
-def test_what_cannot_be_saved_is_refused_first(tmp_path, tree, named):
+def test_what_cannot_be_saved_is_refused_first(tmp_path, changes, named):
+    """Or what a loss gives back instead of the model state that it was given."""
+    changed = {f"model.{name}": value for name, value in changes.items()}
     for start in (lambda made: train.run(made, tmp_path / "run"), train.dry_run):
         with refuses(*named, error=train.ConfigError):
-            start(config(tree))
+            start(config("plain", **changed))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_arrays_of_every_kind_train_and_resume_bit_by_bit(tmp_path):
+    """In the model state and in that of the optimizer; also evaluated, and with more replicas."""
+    changes = {"model.state": "any", "eval.every": 1, "eval.replicas": True}
+    changes |= {"algorithm": "decentralized_sgd", "optimizer.name": "tree_task.with_any_arrays"}
+    whole = tiny.run(config("plain", **changes), tmp_path / "whole")
+    saved = sums(whole, 4)["state"]
+    assert sum("kinds" in name for name in saved) == 2 * len(tree_task.KINDS)
+    for replicas in (2, 4):
+        cut = small_runs.killed_after(2, whole, tmp_path / f"{replicas}")
+        tiny.run(config("plain", **changes, num_replicas=replicas), cut)
+        assert (sums(cut, 4)["state"] == saved) == (replicas == 2)
+    for which in ("best", "last"):
+        run = saved_model.TrainedRun(whole, which)
+        assert [x.dtype for x in run.model_state["kinds"]] == list(tree_task.KINDS)
+
+
+def test_a_model_state_may_be_none(tmp_path):
+    tiny.run(config("plain", **{"model.state": "none"}), tmp_path)
+    assert saved_model.TrainedRun(tmp_path).model_state is None
 
 
 def test_an_empty_array_of_an_optimizer_resumes(tmp_path):

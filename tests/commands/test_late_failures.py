@@ -4,7 +4,9 @@
 command as a traceback. test_hostile has input that is refused at once.
 """
 
+import gzip
 import io
+import json
 import os
 import re
 import shlex
@@ -132,6 +134,70 @@ def test_a_damaged_folder(case, name, here, capfd, monkeypatch):
         assert code in (0, 1, 2) and "Traceback" not in capfd.readouterr().err
     else:
         last_line(COMMANDS[name], (1, 2), capfd)
+
+
+# --- Inputs whose fault is behind a good beginning, and folders of another kind -------------------
+
+DOCUMENTS = "".join(f'{{"text": "document {i}"}}\n' for i in range(40)).encode()
+ROWS = b'{"step": 1, "perf/step_time_s": 0.5}\n'
+EVENTS = b'{"start": 0, "origin": null}\n{"t": 0, "rate": 0}\n'
+PEERS = {"p/config.json": "{}", "p/peers/0/events-0.jsonl": EVENTS}
+PREDICT = f"planner predict --parameters 1e6 --compute_s 0.1 {CLUSTER}"
+IMAGES = {f"pictures/{split}/{name}/1.jpg": b"GIF" for split in ("train", "val") for name in "ab"}
+PAIRS = "prepare translation --input in --out o --source_lang en --target_lang de --val_fraction .3"
+SUPERVISE = "supervise --processes 2 -- config.py --config config.py --workdir"
+ALONE = "supervise --hosts a --via {} -- config.py --config config.py --workdir new"
+LATE = [
+    ({"in/b.jsonl": DOCUMENTS + b'{"text": 3}\n'}, PREPARE, "b.jsonl, line 41"),
+    ({"in/b.jsonl": DOCUMENTS + b'{"text": "\xff"}\n'}, PREPARE, "b.jsonl UTF-8"),
+    ({"in/b.jsonl.gz": gzip.compress(DOCUMENTS)[:-9]}, PREPARE, "b.jsonl.gz"),
+    ({"out": "mine"}, PREPARE, "out"),
+    (IMAGES, "prepare images --input pictures --out o", "broken train/a/1.jpg"),
+    ({"in/train.en": b"a b\n" * 9, "in/train.de": b"a b\n" * 8}, PAIRS, "train.de"),
+    ({"n.json": json.dumps({"latency_s": [[0, 1]]})}, f"{PREDICT} --network n.json", "n.json"),
+    (
+        {"t.jsonl": 9 * ROWS + ROWS[:20] + b"\n" + ROWS},
+        f"planner predict --parameters 1e6 {CLUSTER} --trace t.jsonl",
+        "t.jsonl",
+    ),
+    ({}, f"planner predict {CLUSTER} --config text/config.json --compute_s 1", "text/config.json"),
+    ({}, f"planner place {CLUSTER} --parameters 1e6 --plan text", "--plan text"),
+    ({}, "peers replay --workdir text", "text"),
+    (PEERS, "peers replay --workdir p", "p"),
+    (PEERS | {"p/peers.json": b"[3]"}, "peers replay --workdir p", "p"),
+    (
+        PEERS | {"p/peers/0/events-0.jsonl": EVENTS + b"{\n" + EVENTS},
+        "peers replay --workdir p",
+        "0",
+    ),
+    ({"text/peers": "mine"}, "peers resize --workdir text --count 3", "text"),
+    (PEERS | {"p/peers/count.json/a": "mine"}, "peers resize --workdir p --count 3", "count.json"),
+    ({"lines": b"a\n" * 600 + b"\xff\n"}, "translate --workdir line --input lines", "line 601"),
+    ({"lines": b"a\n" * 600 + b"late\n"}, "translate --workdir line --input lines", "of the task"),
+    ({"lines": b"a\n" * 600 + b"a" * 20_001}, "translate --workdir line --input lines", "line 601"),
+    ({"new": "mine"}, f"{SUPERVISE} new", "--workdir new"),
+    ({"new/process-1.log/a": "mine"}, f"{SUPERVISE} new", "--workdir new"),
+    ({"config.py": "def get_config():\n    return 1 / 0\n"}, f"{SUPERVISE} new", "config.py"),
+    ({}, ALONE.format("nowhere"), "nowhere"),
+    ({}, "preflight --config config.py --save s.json", "one process"),
+    ({}, "preflight --config config.py --save text", "--save text"),
+    ({}, "preflight --save s.json --config.pipeline.address=127.0.0.1:9", "pipeline.address"),
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "line", "named"),
+    LATE,
+    ids=[f"{k} {line[:30]}" for k, (_, line, _) in enumerate(LATE)],
+)
+def test_what_is_wrong_in_the_middle(files, line, named, here, capfd):
+    tiny.write(small_runs.config("raising_task", steps=2), here / "config.py")
+    for name, content in files.items():
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    said = last_line(line, (1, 2), capfd)
+    assert not [word for word in named.split() if word not in said], said
 
 
 # --- Files that cannot be written or read ---------------------------------------------------------

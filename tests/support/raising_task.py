@@ -60,6 +60,16 @@ class Raising(line_task.Line):
             setattr(self, part, lambda *_, **__: _raise(True))
 
 
+def translator(run, beam):
+    """Says a sentence in capitals, except "late"."""
+
+    def translate(sentences):
+        _raise("late" in sentences)
+        return [sentence.upper() for sentence in sentences]
+
+    return translate
+
+
 def optimizer(learning_rate):
     """One whose update raises in the words of somebody else."""
     sgd = optax.sgd(learning_rate)
