@@ -86,7 +86,7 @@ class _Watch(threading.Thread):
         _say(f"{name_all(lost, self.hosts)} {verb} lost: {why}; {then}")
         if self.index == 0:
             time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
-        _exit(PEER_LOST)
+        exit_at_once(PEER_LOST)
 
     def tell(self, error: Exception) -> None:
         """Tell the other processes that this one fails, with which code, and why."""
@@ -113,7 +113,7 @@ class _Watch(threading.Thread):
             process, code, words = failure
             _say(f"{name_all([process], self.hosts)} failed: {words}")
             self.leave_together(_TOGETHER_S)
-            _exit(code)
+            exit_at_once(code)
 
     def leave_together(self, timeout_s: float) -> None:
         """Wait until all processes leave, then disconnect; gives up where they do not."""
@@ -232,7 +232,7 @@ def leave(code: int) -> None:
     """
     if _watch is not None:
         _watch.leave_together(_TOGETHER_S)
-        _exit(code)
+        exit_at_once(code)
 
 
 def _say(words: str) -> None:
@@ -241,7 +241,8 @@ def _say(words: str) -> None:
         print(f"{before}{Path(sys.argv[0]).name}: {words}", file=sys.stderr, flush=True)
 
 
-def _exit(code: int) -> None:
+def exit_at_once(code: int) -> None:
+    """Exit, and end the readers of data; what other threads do is left."""
     for child in multiprocessing.active_children():  # readers of data
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -227,11 +227,16 @@ def open_streams() -> None:
 
 
 def leave(code: int) -> None:
-    """Exit, even if other processes of the run are gone and jax would wait for them."""
+    """Exit, even if other processes of the run are gone and jax would wait for them.
+
+    After a signal, threads that still compile do not hold it up.
+    """
     if code and "decent_jax.cluster.watch" in sys.modules:  # otherwise nothing is watched
         from decent_jax.cluster import watch
 
         watch.leave(code)
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            watch.exit_at_once(code)
     sys.exit(code)
 
 

@@ -206,8 +206,9 @@ class Programs:
     def __enter__(self) -> "Programs":
         return self
 
-    def __exit__(self, *exc_info) -> None:
-        self._threads.shutdown(cancel_futures=True)
+    def __exit__(self, exc_type: type | None, *_) -> None:
+        # After a signal there is no time for a round that compiles, and no way to stop it.
+        self._threads.shutdown(wait=exc_type is None, cancel_futures=True)
 
     def of(
         self, state: TrainState, batch: Any, rnd: int | None, soon: Iterable[int | None] = ()

@@ -157,6 +157,33 @@ def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch
     assert tiny.summary(tmp_path)["steps"] == tiny.rows(tmp_path)[-1]["step"]
 
 
+def test_a_signal_does_not_wait_for_a_round_that_compiles(tmp_path, monkeypatch):
+    """Launchers kill half a minute after SIGTERM; the round waits here for the end of the run."""
+    ended, make, in_time = threading.Event(), stepper.make_step, []
+
+    def make_gated(*args):
+        step = make(*args)
+
+        def lower(*args, round):
+            lowered = step.lower(*args, round=round)
+
+            def compiled():
+                if round:
+                    in_time.append(ended.wait(60))
+                return lowered.compile()
+
+            return SimpleNamespace(compile=compiled)
+
+        return SimpleNamespace(lower=lower)
+
+    monkeypatch.setattr(stepper, "make_step", make_gated)
+    with pytest.raises(train.Interrupted):
+        stops = tiny.SignalAfter(1, signal.SIGTERM)
+        tiny.run(tiny.waves(schedule="ring"), tmp_path, signals=stops)
+    ended.set()
+    assert tiny.saved_steps(tmp_path) == [1] and False not in in_time
+
+
 def test_a_record_that_cannot_be_used_ends_the_run_behind_the_row_before_it(tmp_path, monkeypatch):
     batches, count = Feed.next, iter(range(100))
 
