@@ -8,38 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speed import programs
-from decent_jax.train.hlo import Window
-
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "speed" / "programs.py"
-
-
-@pytest.mark.parametrize(
-    ("start", "done", "ratio", "wanted"),
-    [
-        (0, 4, 1.0, 1.0),  # all of it hidden
-        (0, 4, 2.0, 1.0),  # twice as long as the kernels: the limit is the link's
-        (0, 1, 1.0, (4 + 3) / 4),  # waited for after one kernel of four
-        (3, 4, 1.0, (3 + 4) / 4),  # started before the last
-        (4, 4, 2.0, (4 + 8) / 8),  # not hidden at all
-    ],
-)
-def test_step_of_one_message(start, done, ratio, wanted):
-    """Four kernels of a second, and one message whose start and wait are instructions too."""
-    times = [1.0] * 4
-    times.insert(done, "done")
-    times.insert(start, "start")
-    window = Window("", times.index("start"), times.index("done"), 8)
-    times = [0.0 if one in ("start", "done") else one for one in times]
-    assert programs.step_over_limit(times, [window], ratio) == pytest.approx(wanted)
-
-
-def test_messages_that_follow_each_other():
-    """Both known at the start; the second begins when the first is through the link."""
-    found = [Window("", 0, 3, 8), Window("", 1, 5, 24)]
-    times = [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0]
-    # At ratio 1 the first takes 1 s of 4, the second 3 s: 1 (waited 0) 1, waited until 4, 2.
-    assert programs.step_over_limit(times, found, 1.0) == pytest.approx(6 / 4)
 
 
 needs_the_compiler = pytest.mark.skipif(

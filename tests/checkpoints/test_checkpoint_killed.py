@@ -126,7 +126,7 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
 def test_a_reader_that_dies_is_one_sentence_and_a_checkpoint(command, tmp_path):
     folder = tmp_path / "run"
     process = command(
-        "--config.data.workers=2", "--config.data.pause=0.2", "--config.checkpoint.every=0"
+        "--config.data.workers=1", "--config.data.pause=0.2", "--config.checkpoint.every=0"
     )
     wait_for_rows([process], folder, 2)
     reader = next(each for each in children_of(process) if "spawn_main" in str(each.cmdline()))

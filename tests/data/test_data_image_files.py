@@ -288,21 +288,6 @@ def source():
     return GeneratedImages("train", 600)
 
 
-def test_records(source):
-    assert len(source) == 600
-    record = source[7]
-    assert record["image"].shape == (32, 32, 3) and record["image"].dtype == np.uint8
-    assert record["label"].shape == () and record["label"].dtype == np.int32
-    np.testing.assert_array_equal(record["image"], source.images[7])
-    assert record["label"] == source.labels[7]
-    with pytest.raises(IndexError):
-        source[600]
-    with pytest.raises(ValueError):
-        source.images[0] = 0
-    with pytest.raises(ValueError):
-        source.labels[0] = 0
-
-
 def test_known_picture(source):
     """Drawn the same on every machine, up to the rounding of sines."""
     assert source.labels[:10].tolist() == [2, 6, 9, 5, 7, 3, 8, 0, 1, 4]

@@ -80,18 +80,6 @@ def test_shifted_windows_begin_at_every_token_alike(tokens):
         source[3]
 
 
-def test_shifted_windows_are_the_same_for_any_layout(tokens):
-    source = token_folder.ShiftedWindows(tokens(50 * SEQ_LEN), SEQ_LEN, "<u2")
-    given = {"seed": 3, "num_replicas": 4, "batch_size": 8}
-    wanted = stream(source, 20, **given)
-    np.testing.assert_array_equal(wanted, stream(source, 20, **given, processes=2))
-    later = stream(source, 5, **given, start_step=15)
-    np.testing.assert_array_equal(wanted[15:], later)
-    assert (wanted[..., 0] % SEQ_LEN != 0).any() and (np.diff(wanted) == 1).all()
-    first, second = wanted[:6].reshape(48, -1), wanted[6:12].reshape(48, -1)
-    assert {*map(tuple, first)} != {*map(tuple, second)}  # epochs cut at other places
-
-
 @pytest.mark.parametrize("content", [None, b"abc", b"", b"1234567"[:6]])
 def test_windows_errors(content, tmp_path):
     path = tmp_path / "bad.bin"

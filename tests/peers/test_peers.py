@@ -9,7 +9,6 @@ import pytest
 from several import by_output, children_of, nothing_is_left, until
 
 from decent_jax import peers, train
-from decent_jax.commands import main as command
 from decent_jax.ground import extras
 from decent_jax.peers.__main__ import main
 from decent_jax.train.config import parse
@@ -33,14 +32,14 @@ def get_config():
     config.lr_schedule.name = "constant"
     config.lr_schedule.warmup = 10
     config.log.every = 20
-    config.eval.every = 100
+    config.eval.every = 40
     config.data.sleep_s = 0.02  # the replay makes the same steps without it
     config.data.prefetch = 2
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 0.05
     config.peers.silent_s = 2.0
     config.peers.exchange_s = 8.0  # on busy machines a message may take seconds
-    config.peers.max_lag = 20
+    config.peers.max_lag = 10
     return config
 """
 
@@ -125,7 +124,7 @@ def workdir(tmp_path_factory):
 def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     """One is killed, one joins, one is stopped and returns, one leaves; then Ctrl-C."""
     process = start_process(train_py(variables, workdir), **variables)
-    trains = lambda k, n=0: len(events(workdir, k, n)) > 30  # noqa: E731
+    trains = lambda k, n=0: len(events(workdir, k, n)) > 15  # noqa: E731
     until(lambda: trains("0") and trains("1"), process)
     peers = actors(process)
     assert len(peers) == 2
@@ -149,7 +148,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     steps = made(workdir, "0")
     peers["1"].suspend()
     until(lambda: is_silent(process.words.read_text(), "peer 1"), process)
-    until(lambda: made(workdir, "0") > steps + 100, process)
+    until(lambda: made(workdir, "0") > steps + 50, process)
     peers["1"].resume()
     until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
     assert "a new peer replaces it" in words_of(workdir, "1")
@@ -175,13 +174,13 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
 @pytest.mark.slow
 def test_it_resumes_with_another_number(start_process, variables, workdir):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
-    fields = {"peers__count": 1, "steps": steps + 60}
+    fields = {"peers__count": 1, "steps": steps + 20}
     generation = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
     assert process.wait(500) == 0, process.words.read_text()
     assert events(workdir, "0", generation)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
-    assert summary["steps"] == steps + 60 and len(summary["peers"]["ranks"]) == 3
+    assert summary["steps"] == steps + 20 and len(summary["peers"]["ranks"]) == 3
     assert summary["final"]["eval/loss"] < 1.0
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
@@ -211,14 +210,3 @@ def test_no_ray_is_one_sentence(monkeypatch):
     )
     with pytest.raises(extras.Unavailable, match=r"pip install 'decent_jax\[peers\]'"):
         peers.run(parse(config), "run")
-
-
-def test_an_address_where_nobody_listens_ends_with_2(variables, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(variables["PEERS_TEST"])
-    workdir = tmp_path / "run"
-    _, *flags = map(str, train_py(variables, workdir, peers__address="127.0.0.1:9"))
-    assert command.train(flags, "train.py") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "peers.address 127.0.0.1:9: nobody listens there" in said
-    assert not workdir.exists()

@@ -14,7 +14,6 @@ from decent_jax.optim import METHODS
 from decent_jax.plan import plan_file
 from decent_jax.planner import __main__ as cli
 from decent_jax.planner import network, predict, recommend
-from decent_jax.planner.gossip_placement import evaluate
 from decent_jax.planner.runtime import Workload
 from decent_jax.train import flags
 
@@ -179,24 +178,6 @@ def test_all_reduce_follows_no_plan(capsys, tmp_path):
     assert "For all_reduce" in out
     assert "all_reduce" in err and err.count("\n") == 1
     assert not (tmp_path / "plan.json").exists()
-
-
-def test_place_orders_replicas(capsys, tmp_path):
-    whole = two_sites(tmp_path)
-    plan = tmp_path / "plan.json"
-    works(
-        capsys,
-        *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", *HURRY),
-        *("--schedule", "one_peer_exp", "--compute_s", 1.1, "--plan", plan),
-    )
-    found = plan_file.load(plan)
-    order = found.device_order(whole.names)
-    listed, placed = (
-        evaluate(whole, found.schedule, 4e8, one, compute_s=1.1) for one in (None, order)
-    )
-    assert placed.mean_round_s < listed.mean_round_s and placed.round_s.count(1.1) == 2
-    expected = {"round_s": list(placed.round_s), "disagreement_s": placed.disagreement_s}
-    assert found.expected == expected | {"mean_round_s": placed.mean_round_s}
 
 
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):

@@ -131,29 +131,6 @@ def test_whole_groups_are_put_in_the_best_of_all_orders():
     assert sum(found.round_s) == pytest.approx(best, rel=1e-12)
 
 
-def test_a_shuffled_cluster_is_put_in_order():
-    """On two sites one round of hypercube must cross, and no more need to."""
-    network = shuffled(networks.preset("dtfm_case3"), 4)
-    found = place_schedule(
-        network, topology.make("hypercube", 64), MODEL_BYTES, steps=50, time_limit_s=60
-    )
-    inside, across = (0.001 + MODEL_BYTES / 6.25e8), (0.011 + MODEL_BYTES / 1.4e8)
-    assert sorted(found.round_s) == pytest.approx([inside] * 5 + [across])
-
-
-def test_a_seed_gives_one_order_and_progress_shows_a_bar(capsys):
-    network = networks.regions({"Oregon": 3, "Ohio": 2, "London": 3})
-    schedule = topology.make("one_peer_exp", 8)
-    one, two = (
-        place_schedule(
-            network, schedule, MODEL_BYTES, seed=5, steps=70, time_limit_s=60, progress=show
-        )
-        for show in (False, True)
-    )
-    assert one.order.tolist() == two.order.tolist()
-    assert "placing replicas" in capsys.readouterr().err
-
-
 def test_one_replica_stays_where_it_is():
     alone = networks.cluster([1], networks.NVLINK, networks.ETHERNET_25G)
     found = place_schedule(alone, topology.make("hierarchical", 1), MODEL_BYTES, time_limit_s=60)

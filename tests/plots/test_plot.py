@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from decent_jax.commands import plot as command
 from decent_jax.ground.json_files import write_json_atomic
-from decent_jax.ground.run_folder import SCORES, RunFolder, label_runs, load_run, smoothed
+from decent_jax.ground.run_folder import SCORES, label_runs, load_run, smoothed
 from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.plots import runs as plot
 
@@ -116,23 +115,6 @@ def test_several_runs_are_compared_under_their_differences(tmp_path):
     assert len({handle.get_color() for handle in legend.get_lines()}) == 3
     wanted = [("Loss", 6), ("Loss", 4), (CONSENSUS, 3), (SECONDS, 3)]
     assert panels_of(figure) == wanted  # two have the time of their steps
-
-
-def test_runs_of_different_configs_are_labelled_by_folder_and_preset():
-    """Not by where and how often they write, nor by the first numbers that happen to differ."""
-    code = {"model.preset": "small", "data.prompt": "import ", "num_replicas": 8, "steps": 100}
-    code |= {"batch_size": 64, "learning_rate": 0.003, "model.layers": 6, "optimizer.b2": 0.99}
-    book = {"model.preset": "llama_125m", "data.prompt": "The game", "num_replicas": 8, "steps": 9}
-    book |= {"batch_size": 8, "learning_rate": 0.01, "model.layers": 12, "optimizer.b2": 0.95}
-    same = {"seed": 0, "log.every": 1, "workdir": "/a"}
-    for made, labels in (
-        ((code, book), ["x: small, batch size 64, learning rate 0.003", "y: llama_125m, batch"]),
-        ((same, same | {"seed": 1, "log.every": 9, "workdir": "/b"}), ["seed 0", "seed 1"]),
-        ((same, same), ["x", "y"]),
-    ):
-        runs = [RunFolder(Path(name), [], each) for name, each in zip("xy", made, strict=True)]
-        label_runs(runs)
-        assert all(run.label.startswith(label) for run, label in zip(runs, labels, strict=True))
 
 
 def test_what_cannot_be_drawn_is_one_sentence_and_exit_2(tmp_path, capsys):
