@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
@@ -43,25 +42,6 @@ INSTALLED_AS = {  # top-level module: distributions
     for module, names in importlib.metadata.packages_distributions().items()
 }
 WITH_OTHERS = {"jaxlib", "ml-dtypes", "absl-py", "array-record"}  # jax, jax; grain
-
-
-def test_a_reader_of_the_output_that_leaves_is_no_error(monkeypatch):
-    """`decent-jax --help | head -1`"""
-
-    @command_line.command("any")
-    def main():
-        raise BrokenPipeError(32, "Broken pipe")
-
-    with pytest.raises(BrokenPipeError):
-        main()  # which leaves it to the entry point
-    reading, writing = os.pipe()
-    os.close(reading)
-    monkeypatch.setattr(sys, "argv", ["decent-jax"])
-    with open(writing, "w", encoding="ascii") as out, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit) as end:
-            command.console()
-    assert end.value.code == 141
 
 
 def test_the_wheel_has_every_package():
