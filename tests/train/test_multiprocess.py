@@ -181,16 +181,24 @@ def test_one_of_two_processes_dies_and_both_resume(two, again):
     np.testing.assert_array_equal(tiny.losses(killed), tiny.losses(whole))
 
 
-def test_shards_in_two_processes_and_a_signal_to_one_of_them(again, alone):
+@pytest.fixture(scope="module")
+def pair(alone):
+    """The run of two replicas in one process."""
+    return alone("pair", num_replicas=2)
+
+
+def test_shards_in_two_processes(again, pair):
+    assert "a replica is sharded over 2 devices" in again[1]
+    assert_same_model(again[0] / "whole", pair)
+
+
+def test_a_signal_far_from_a_row_to_one_process_and_all_readers(again, pair):
     """Both stop after the same step, with one checkpoint, which one process resumes."""
-    (folder, words), one = again, alone("one_peer_exp", num_replicas=2)
-    assert "a replica is sharded over 2 devices" in words and "Traceback" not in words
-    assert_same_model(folder / "whole", one)
-    stopped = folder / "stopped"
+    stopped, words = again[0] / "stopped", again[1]
     step = tiny.saved_steps(stopped)[-1]
     sentence = f"interrupted after step {step}; a checkpoint is saved"
-    assert step < STEPS and words.count(sentence) == 2
-    assert_same_end(tiny.run(tiny.waves(**CHANGES, num_replicas=2), stopped), one)
+    assert step < STEPS and words.count(sentence) == 2 and "Traceback" not in words
+    assert_same_end(tiny.run(tiny.waves(**CHANGES, num_replicas=2), stopped), pair)
 
 
 def test_a_record_that_one_process_cannot_read_ends_both_with_its_sentence(start, tmp_path):
