@@ -137,7 +137,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     # One more joins.
     assert main(["resize", "--workdir", str(workdir), "--count", "3"]) == 0
     until(lambda: trains("1", 1) and trains("2"), process)
-    start, own = events(workdir, "1", 1)[0], events(workdir, "1", 0)[-1]["t"]
+    start, own = events(workdir, "1", 1)[0], max(e.get("t", 0) for e in events(workdir, "1"))
     # It goes on from the step at which the killed one was last heard, which may be earlier than
     # its last, with the state of one that trains now.
     donor = start["origin"]
