@@ -61,7 +61,6 @@ def get_config(arguments: str = "one_peer_exp"):
     config.lr_schedule.name = "step"
     config.lr_schedule.warmup = "5 epochs"
     config.lr_schedule.drops = "30 epochs, 60 epochs, 80 epochs"
-    config.lr_schedule.drop_factor = 0.1
     config.optimizer.momentum = 0.9
     config.optimizer.weight_decay = 1e-4
     config.optimizer.decoupled = False

@@ -58,11 +58,6 @@ class Job:
         return self.num_stages * self.num_replicas
 
 
-# GPT3-1.3B in 8 stages of 3 layers: 1.3e9 parameters / 8 in float32; activations of 125,000 tokens
-# of width 2048 in float16 (the code's own rounding of both).
-DTFM_JOB = Job(8, 8, data_parallel_bytes=0.65e9, pipeline_bytes=0.47124922275543213e9)
-
-
 class Costs(NamedTuple):
     """Seconds per step; ``pipeline_s`` is one way."""
 

@@ -37,8 +37,7 @@ class LrSchedule:
     end_factor: float = setting(
         0.1, "cosine and linear end at this multiple of the peak", at_least=0
     )
-    drops: str = setting("30%, 60%, 90%", "with name step: when the learning rate drops")
-    drop_factor: float = setting(0.1, "factor at each drop", at_least=0)
+    drops: str = setting("30%, 60%, 90%", "with name step: when the learning rate drops to a tenth")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def learning_rate(config: Config, steps: int, warmup: int, drops: list[int]) -> 
         return optim.inverse_sqrt_schedule(peak, max(warmup, 1))
     if name == "constant":
         drops = []
-    return optim.linear_warmup_step_schedule(peak, warmup, drops, config.lr_schedule.drop_factor)
+    return optim.linear_warmup_step_schedule(peak, warmup, drops, 0.1)
 
 
 def init_state(

@@ -10,7 +10,6 @@ from refusals import refuses
 
 from decent_jax.planner import network as networks
 from decent_jax.planner.placement import (
-    DTFM_JOB,
     Job,
     Problem,
     StageGroups,
@@ -19,6 +18,10 @@ from decent_jax.planner.placement import (
     shortest_open_path,
 )
 from decent_jax.planner.search import place
+
+# GPT3-1.3B in 8 stages of 3 layers: 1.3e9 parameters / 8 in float32; activations of 125,000 tokens
+# of width 2048 in float16 (DT-FM's own rounding of both).
+DTFM_JOB = Job(8, 8, data_parallel_bytes=0.65e9, pipeline_bytes=0.47124922275543213e9)
 
 
 def random_network(n, seed, levels=None):
