@@ -78,8 +78,12 @@ def test_a_part_that_fails_keeps_its_rows_and_does_not_stop_the_others(tmp_path)
 
 @pytest.mark.usefixtures("python")
 def test_a_part_that_takes_too_long_is_ended(tmp_path):
-    (row,) = gpu_report.run_part("trace", SimpleNamespace(out=tmp_path, tiny=True), 1, "")
+    """And one for which no time is left does not begin."""
+    parsed = SimpleNamespace(out=tmp_path, tiny=True)
+    (row,) = gpu_report.run_part("trace", parsed, 1, "")
     assert row["part"] == "trace" and row["failure"]
+    (row,) = gpu_report.run_part("update", parsed, -1, "")  # which would leave a row
+    assert row["part"] == "update" and row["failure"]
 
 
 @pytest.mark.parametrize("wrong", [["--parts", "gpt3"], ["--minutes", "0"], ["--parts", ""]])
