@@ -90,7 +90,10 @@ def mix(
             mixed = jnp.where(never, jnp.zeros_like(mixed), mixed)
         return groups.given_back(mixed.astype(leaf.dtype), leaf.shape)
 
-    return permute.together(mix_leaf, leaves, axis)
+    # XLA for TPUs combines the sums inside groups as it likes, and makes the last of them, with all
+    # messages that wait for it, only where the gradient ends. Of one sum it makes them before.
+    small = math.inf if permute.on_tpus() else permute.SMALL
+    return permute.together(mix_leaf, leaves, axis, small=small)
 
 
 def _never(after: PyTree) -> jax.Array:

@@ -211,6 +211,7 @@ def together(
     arrays: Sequence[jax.Array],
     axis: ReplicaAxis,
     leading: int = 0,
+    small: float = SMALL,
 ) -> list[jax.Array]:
     """``move`` of each array, calling it once for all small arrays of a dtype.
 
@@ -223,12 +224,13 @@ def together(
       arrays: with the same ``leading`` dimensions; small ones are flattened after these.
       axis: with one device nothing is sent, so nothing is packed.
       leading: number of dimensions that all arrays share.
+      small: bytes, below which an array is small.
     """
     in_step = gloo.used() and axis.devices > jax.process_count()
     packs: dict[object, list[int]] = {}  # packed arrays by dtype, the others separately
     for k, x in enumerate(arrays):
         size = math.prod(x.shape[leading:]) * x.dtype.itemsize
-        joins = axis.devices > 1 and (size < SMALL or in_step) and not _sharded()
+        joins = axis.devices > 1 and (size < small or in_step) and not _sharded()
         packs.setdefault(x.dtype if joins else k, []).append(k)
     moved: dict[int, jax.Array] = {}
     for pack in packs.values():
@@ -303,8 +305,7 @@ def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
     (jax 0.11), collectives reportedly took 5.4 times as long after a permute that was not closed.
     """
     pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is None or not described.device_kind.startswith("TPU"):
+    if not on_tpus():
         return pairs
     sources, targets = map(set, zip(*pairs, strict=True))
     every = range(len(device_map))
@@ -312,6 +313,12 @@ def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
     from_ends = (device for device in every if device in targets - sources)
     to_beginnings = (device for device in every if device in sources - targets)
     return [*pairs, *zip(from_ends, to_beginnings, strict=True), *zip(idle, idle, strict=True)]
+
+
+def on_tpus() -> bool:
+    """Whether this code is traced for TPUs, which may only be described."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described is not None and described.device_kind.startswith("TPU")
 
 
 def _sharded() -> bool:

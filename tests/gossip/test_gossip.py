@@ -403,3 +403,20 @@ def test_permutes_are_closed_on_tpus_and_nowhere_else(n, monkeypatch):
                 assert sources == targets == list(range(n))
             idle = set(range(n)) - set(np.ravel(list(wanted)).tolist())
             assert all(pair in pairs for pair in zip(idle, idle, strict=True)) or not closed
+
+
+def test_on_tpus_groups_send_all_their_arrays_at_once(monkeypatch):
+    """The numbers are the same."""
+    schedule = topology.make("alternating_exp_ring", 8, replicas_per_node=4)
+    (between, *_) = [k for k, rnd in enumerate(schedule.rounds) if rnd.between_groups is not None]
+    mesh = jax.make_mesh((8,), ("replica",), (jax.sharding.AxisType.Auto,))
+    rows = jax.random.normal(jax.random.key(0), (3, 8, 2 * permute.SMALL // 4))
+
+    def run(there):
+        monkeypatch.setattr(permute, "on_tpus", lambda: there)
+        mixed = jax.jit(lambda tree: gossip.mix_on(mesh, tree, schedule, between))
+        return mixed(list(rows)), str(jax.make_jaxpr(mixed)(list(rows))).count("reduce_scatter[")
+
+    (wanted, each), (got, once) = run(False), run(True)
+    assert (each, once) == (3, 1)
+    np.testing.assert_allclose(np.stack(got), np.stack(wanted), rtol=1e-6, atol=1e-6)

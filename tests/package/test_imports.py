@@ -54,7 +54,7 @@ COMMAND_FILES = {
 # says in the commit what needs the lines.
 MOST_LINES = {
     "topology": 796,
-    "gossip": 891,
+    "gossip": 895,
     "replicas": 208,
     "optim": 1430,
     "models": 1471,
