@@ -313,15 +313,12 @@ def test_an_optimizer_that_raises(here, capfd):
 @pytest.mark.parametrize(
     "text",
     [
-        "def get_config():\n    return 1 / 0\n",
         "import nowhere\n",
-        "def get_config(:\n",
-        "def get_config():\n    return None\n",
-        "raise SystemExit('enough')\n",
         "from decent_jax import train\nget_config = lambda: train.default_config('nowhere')\n",
     ],
 )
 def test_a_config_file_that_raises(text, here, capfd):
+    """Others are in test_command_line."""
     (here / "config.py").write_text(text)
     for line in ("train --config config.py --workdir new", "preflight --config config.py --save n"):
         last_line(line, (1, 2), capfd)
