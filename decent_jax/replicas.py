@@ -23,8 +23,8 @@ from decent_jax.ground.pytree import PyTree
 
 
 def __dir__() -> list[str]:
-    found = [name for name, x in globals().items() if getattr(x, "__module__", "") == __name__]
-    return sorted(name for name in found if not name.startswith("_"))
+    names = [name for name, x in globals().items() if getattr(x, "__module__", "") == __name__]
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 class TrainState(NamedTuple):
@@ -69,7 +69,7 @@ class Placement:
         return self.mesh.devices.flat[0].platform
 
     @property
-    def device_of_each(self) -> list[Any]:
+    def device_of_each(self) -> list[jax.Device]:
         """The device of each replica; the first of those that share it."""
         first = self.mesh.devices.reshape(-1, self.fsdp)[:, 0]
         return [device for device in first for _ in range(self.block)]
@@ -141,7 +141,7 @@ class Placement:
 
         return jax.tree.map(put, local)
 
-    def on(self, device: Any) -> "Placement":
+    def on(self, device: jax.Device) -> "Placement":
         """The block of one device, on its own."""
         return place(self.block, [device])
 
@@ -191,7 +191,9 @@ class Placement:
         return first + jnp.arange(self.block, dtype=jnp.int32)
 
 
-def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1) -> Placement:
+def place(
+    num_replicas: int, devices: Sequence[jax.Device] | None = None, fsdp: int = 1
+) -> Placement:
     """Replicas on devices, in the devices' order (all devices of all processes by default).
 
     Args:
@@ -262,7 +264,7 @@ def _as_row(x: jax.Array) -> jax.Array:
 def _arrays(tree: PyTree) -> PyTree:
     """The tree with numbers as arrays; raises TypeError, naming the leaf, for anything else."""
 
-    def array(path: tuple[Any, ...], x: Any) -> Any:
+    def array(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
         if isinstance(x, _ARRAYS):
             return x
         if isinstance(x, np.generic | bool | int | float | complex):

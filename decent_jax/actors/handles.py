@@ -56,7 +56,7 @@ class Node(NamedTuple):
 class Call:
     """A pending call of an actor's method."""
 
-    def __init__(self, reference: Any):
+    def __init__(self, reference: ray.ObjectRef):
         self.reference = reference
 
     def result(self, seconds: float | None = None) -> Any:
@@ -71,7 +71,7 @@ class Call:
         except (GetTimeoutError, ActorUnavailableError) as error:
             raise Silent(f"gives no answer ({type(error).__name__})") from None
         except RayError as error:
-            cause: Any = error.cause if isinstance(error, RayTaskError) else error
+            cause: Exception = error.cause if isinstance(error, RayTaskError) else error
             raise Lost(cause, isinstance(error, RayActorError)) from None
 
 
@@ -81,7 +81,7 @@ class Actor:
     def __init__(self, handle: Any):
         self._handle = handle
 
-    def call(self, method: str, *args: Any) -> Call:
+    def call(self, method: str, *args: object) -> Call:
         """Start a call of a method; the result may be ignored."""
         return Call(getattr(self._handle, method).remote(*args))
 
@@ -96,7 +96,7 @@ class Actors:
     def start(
         self,
         kind: type,
-        *args: Any,
+        *args: object,
         log: Path | None = None,
         sigterm: str = "",
         on: Node | None = None,
@@ -155,7 +155,7 @@ def _in_process(kind: type, log: Path, sigterm: str) -> type:
     launched_from = os.getcwd()
 
     class Entered(kind):
-        def __init__(self, *args: Any):
+        def __init__(self, *args: object):
             ray_cluster.enter(log, launched_from)
             super().__init__(*args)
             if sigterm:

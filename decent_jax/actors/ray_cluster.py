@@ -55,7 +55,7 @@ def prepare(address: str) -> None:
 
 @contextlib.contextmanager
 def running(
-    config: Any, section: str, needs: Sequence[float] = (), store: int = 0
+    config: object, section: str, needs: Sequence[float] = (), store: int = 0
 ) -> Iterator[None]:
     """Ray at the address that a section of the config names; empty: started on this machine.
 
@@ -113,12 +113,12 @@ def check_memory(needs: Sequence[float], section: str, there: float | None = Non
     machine.check_memory(needed, what, there)
 
 
-def reserved(config: Any, section: str, need: float) -> float:
+def reserved(config: object, section: str, need: float) -> float:
     """Bytes that Ray reserves for an actor with this need; a Ray of our own reserves none."""
     return need + _ACTOR if getattr(config, section).address else 0.0
 
 
-def check_address(config: Any, section: str) -> None:
+def check_address(config: object, section: str) -> None:
     """Refuse an address at which no Ray listens; Ray itself tries for minutes."""
     name, address = f"{section}.address", getattr(config, section).address
     if address in ("", "auto"):
@@ -144,7 +144,7 @@ def check_address(config: Any, section: str) -> None:
 
 
 def check_resources(
-    config: Any, section: str, needs: Sequence[float], there: Mapping[str, float]
+    config: object, section: str, needs: Sequence[float], there: Mapping[str, float]
 ) -> None:
     """Refuse more actors than Ray has room for.
 

@@ -8,7 +8,7 @@ whenever arrays are read.
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,14 @@ import orbax.checkpoint as ocp
 from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
 from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.replicas import Placement, TrainState
 
 STATE, STAGE = "state", "stage-"  # folders of a checkpoint: of a run, of each stage of a pipeline
 
 
-def tree_of(state: TrainState) -> dict[str, Any]:
+def tree_of(state: TrainState) -> dict[str, PyTree]:
     """The tree of a part."""
     rest = state._replace(params=None, model_state=None)
     return {
@@ -35,7 +37,7 @@ def tree_of(state: TrainState) -> dict[str, Any]:
     }
 
 
-def check(state: Any) -> None:
+def check(state: PyTree) -> None:
     """Raises ConfigError if a checkpoint cannot hold a state, of arrays or shapes.
 
     Each array needs a unique name, which joins the keys of its path with dots; parameters
@@ -61,7 +63,7 @@ def check(state: Any) -> None:
         places[name] = place
 
 
-def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: Any) -> dict[str, int]:
+def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: PyTree) -> dict[str, int]:
     """Copy a part to the host, and let orbax write it in the background; its checksums.
 
     Call it in all processes that have rows of its arrays.
@@ -72,7 +74,7 @@ def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: Any) -
 
 
 def restore(
-    checkpoint: Path, meta: dict, like: TrainState, placement: Placement, accum_steps: int
+    checkpoint: Path, meta: Json, like: TrainState, placement: Placement, accum_steps: int
 ) -> TrainState:
     """The state from which a run resumes; each array comes from the first part that has it.
 
@@ -83,7 +85,7 @@ def restore(
         or those of a stage.
 
     Raises:
-      Exception: of many types, if it cannot be read in this process or another one.
+      Exception: of any type, if this process or another one cannot read it.
     """
     n_old = meta["num_replicas"]
     whole = n_old % placement.mesh.shape["replica"] == 0
@@ -103,44 +105,44 @@ def restore(
         raise ValueError(
             "another optimizer, or another version of it, wrote it; take another --workdir"
         )
-    found, failure = {}, None
+    leaves_by_name, failure = {}, None
     try:
         for part in dict.fromkeys(places.values()):
             names = [name for name in shapes if places[name] == part]
             _check_kinds(checkpoint / part, {name: shapes[name] for name in names})
-            found |= named(_restored(checkpoint / part, _only(wanted, names)))
+            leaves_by_name |= named(_restored(checkpoint / part, _only(wanted, names)))
     except Exception as error:  # orbax and tensorstore raise many kinds
         failure = error
     if cluster.any_process(failure is not None):  # no process may wait for the others
         raise failure or ValueError("another process could not read it")
-    _verify(found, {name: parts[part][name] for name, part in places.items()})
-    leaves = [found[name] for name in shapes]
+    _verify(leaves_by_name, {name: parts[part][name] for name, part in places.items()})
+    leaves = [leaves_by_name[name] for name in shapes]
     state = unstored(jax.tree.unflatten(jax.tree.structure(wanted), leaves), like)
     if n_old != placement.num_replicas:
         state = change_replicas(state, placement, accum_steps)
     return state
 
 
-def unstored(tree: dict[str, Any], like: TrainState) -> TrainState:
+def unstored(tree: dict[str, PyTree], like: TrainState) -> TrainState:
     """The inverse of `tree_of`: the state, with the structure of ``like``."""
     paths, structure = jax.tree_util.tree_flatten_with_path(
         like._replace(params=None, model_state=None)
     )
-    kept, rows = tree["rest"], len(jax.tree.leaves(tree["params"])[0])
+    stored, rows = tree["rest"], len(jax.tree.leaves(tree["params"])[0])
     leaves = [
-        kept[_path(at)] if x.size else jnp.zeros((rows, *x.shape[1:]), x.dtype) for at, x in paths
+        stored[_path(at)] if x.size else jnp.zeros((rows, *x.shape[1:]), x.dtype) for at, x in paths
     ]
     rest = structure.unflatten(leaves)
     return rest._replace(params=tree["params"], model_state=tree["model_state"])
 
 
-def read(checkpoint: Path, meta: dict, *items: str) -> list[Any]:
+def read(checkpoint: Path, meta: Json, *items: str) -> list[PyTree]:
     """Items of all parts together, such as "params", as host arrays.
 
     Raises:
       Exception: they cannot be read or are damaged; of many kinds.
     """
-    found: dict[str, Any] = {}
+    merged: dict[str, PyTree] = {}
     for part, sums in meta["checksums"].items():
         with _reader() as reader:
             about = reader.metadata(checkpoint / part).item_metadata
@@ -149,11 +151,11 @@ def read(checkpoint: Path, meta: dict, *items: str) -> list[Any]:
         like = {item: about.tree.get(item) for item in items}
         tree = _restored(checkpoint / part, like, host=True)
         _verify(tree, {name: s for name, s in sums.items() if name.partition("/")[0] in items})
-        found = _merged(found, tree)
-    return [found[item] for item in items]
+        merged = _merged(merged, tree)
+    return [merged[item] for item in items]
 
 
-def _check_kinds(part: Path, wanted: dict[str, Any]) -> None:
+def _check_kinds(part: Path, wanted: dict[str, PyTree]) -> None:
     """ValueError where an array has another shape or dtype in a part: orbax would convert it."""
     with _reader() as reader:
         about = reader.metadata(part).item_metadata
@@ -166,7 +168,7 @@ def _check_kinds(part: Path, wanted: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {there} there, and {here} here; take another --workdir")
 
 
-def _restored(part: Path, target: Any, host: bool = False) -> Any:
+def _restored(part: Path, target: PyTree, host: bool = False) -> PyTree:
     """The arrays that ``target`` names, in its shapes and shardings; or on the ``host``."""
     if host:
         how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
@@ -187,52 +189,52 @@ def _reader() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def _only(tree: Any, names: Collection[str]) -> Any:
+def _only(tree: PyTree, names: Collection[str]) -> PyTree:
     """The tree with the leaves of these names, of dicts alone where others are left out."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
-    kept = {path: x for path, x in leaves.items() if _name(path) in names}
-    if len(kept) == len(leaves):
+    chosen = {path: x for path, x in leaves.items() if _name(path) in names}
+    if len(chosen) == len(leaves):
         return tree
     from flax.traverse_util import unflatten_dict  # here: flax imports all of its layers
 
-    return unflatten_dict({tuple(key.key for key in path): x for path, x in kept.items()})
+    return unflatten_dict({tuple(key.key for key in path): x for path, x in chosen.items()})
 
 
-def _merged(one: Any, other: Any) -> Any:
+def _merged(tree: PyTree, other: PyTree) -> PyTree:
     """Two nested dicts as one."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
+    if not (isinstance(tree, dict) and isinstance(other, dict)):
         return other
-    return one | {key: _merged(one.get(key), value) for key, value in other.items()}
+    return tree | {key: _merged(tree.get(key), value) for key, value in other.items()}
 
 
 # --- Checksums ------------------------------------------------------------------------------------
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree: PyTree) -> dict[str, PyTree]:
     """The leaves by their names, such as "params/h/0/mlp/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = {_name(path): leaf for path, leaf in leaves}
-    if len(found) < len(leaves):
+    by_name = {_name(path): leaf for path, leaf in leaves}
+    if len(by_name) < len(leaves):
         raise CheckpointError("two arrays of the state have the same path; rename a parameter")
-    return found
+    return by_name
 
 
-def _name(path: Any) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _path(path: Any) -> str:
+def _path(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def checksums(tree: Any) -> dict[str, int]:
+def checksums(tree: PyTree) -> dict[str, int]:
     """One number per array, from its bits, which shows that a file is damaged."""
-    found = named(tree)
-    if any(isinstance(x, jax.Array) for x in found.values()):
-        sums = np.asarray(_sums(list(found.values()))).tolist()
+    by_name = named(tree)
+    if any(isinstance(x, jax.Array) for x in by_name.values()):
+        sums = np.asarray(_sums(list(by_name.values()))).tolist()
     else:
-        sums = [int(_sum(np.asarray(x), np)) for x in found.values()]
-    return dict(zip(found, sums, strict=True))
+        sums = [int(_sum(np.asarray(x), np)) for x in by_name.values()]
+    return dict(zip(by_name, sums, strict=True))
 
 
 @jax.jit
@@ -240,7 +242,7 @@ def _sums(arrays):
     return jnp.stack([_sum(x, jnp) for x in arrays])
 
 
-def _sum(x: Any, xp: Any) -> Any:
+def _sum(x: PyTree, xp: ModuleType) -> PyTree:
     """The sum of the words of an array, of NumPy or jax as ``xp`` is."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -257,7 +259,7 @@ def _sum(x: Any, xp: Any) -> Any:
     return (words * (places * xp.uint32(2) + xp.uint32(1))).sum(dtype=xp.uint32)
 
 
-def _verify(tree: Any, wanted: dict[str, int]) -> None:
+def _verify(tree: PyTree, wanted: dict[str, int]) -> None:
     if checksums(tree) != wanted:
         raise ValueError("its arrays do not match the checksums taken when it was saved")
 

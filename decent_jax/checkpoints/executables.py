@@ -19,14 +19,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.stages import Compiled
 
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.replicas import Placement
+
+Devices = Sequence[jax.Device] | None
 
 
 class ExecutableCache:
@@ -38,14 +40,10 @@ class ExecutableCache:
       devices: on which they run.
     """
 
-    def __init__(
-        self, folder: Path | None = None, owner: str = "", devices: Sequence[Any] | None = None
-    ):
+    def __init__(self, folder: Path | None = None, owner: str = "", devices: Devices = None):
         self._folder, self._owner, self._devices = folder, owner, devices
 
-    def get(
-        self, name: str, compiled: Callable[[], Any], devices: Sequence[Any] | None = None
-    ) -> Any:
+    def get(self, name: str, compiled: Callable[[], Compiled], devices: Devices = None) -> Compiled:
         """The executable of this name, a `jax.stages.Compiled`.
 
         Args:
@@ -105,7 +103,7 @@ def _from_the_cache() -> Iterator[list[str]]:
     """Hits of this thread in jax's compilation cache, inside the context."""
     hits, thread = [], threading.get_ident()
 
-    def listen(event: str, **_: Any) -> None:
+    def listen(event: str, **_: object) -> None:
         if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
             hits.append(event)
 
@@ -117,7 +115,7 @@ def _from_the_cache() -> Iterator[list[str]]:
 
 
 def open_cache(
-    config: Mapping[str, Any], folder: Path | None, placement: Placement
+    config: Mapping[str, object], folder: Path | None, placement: Placement
 ) -> ExecutableCache:
     """This process's cache, if it has in-memory checkpoints and a supervisor may restart it.
 

@@ -22,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,7 @@ from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
 from decent_jax.ground.format import format_bytes
+from decent_jax.ground.json_files import Json
 from decent_jax.replicas import Placement, TrainState
 
 MEMORY = Path("/dev/shm")
@@ -76,7 +76,7 @@ class MemoryCheckpoints:
 
     # --- Write ------------------------------------------------------------------------------------
 
-    def begin(self, done: int, state: TrainState, meta: dict[str, Any]) -> None:
+    def begin(self, done: int, state: TrainState, meta: Json) -> None:
         """Start to write the state after ``done`` steps; training continues meanwhile.
 
         Args:
@@ -118,7 +118,7 @@ class MemoryCheckpoints:
         return True
 
     def _write(
-        self, done: int, copied: Any, mirrored: Any, meta: dict[str, Any], sending: float
+        self, done: int, copied: object, mirrored: object, meta: Json, sending: float
     ) -> None:
         jax.block_until_ready(copied)
         began, draft = time.perf_counter(), self.folder / f".{done}.draft"
@@ -165,7 +165,7 @@ class MemoryCheckpoints:
 
     def restore(
         self, like: TrainState, placement: Placement, accum_steps: int, after: int
-    ) -> tuple[TrainState, dict[str, Any]] | None:
+    ) -> tuple[TrainState, Json] | None:
         """The newest state that all processes can restore, with its meta; None: there is none.
 
         All processes call it at the same point.
@@ -214,7 +214,7 @@ class MemoryCheckpoints:
         has_mirror: bool,
         shapes: dict[str, jax.ShapeDtypeStruct],
         placement: Placement,
-    ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
+    ) -> tuple[dict[str, jax.Array], Json] | None:
         """The arrays of a step and the header; missing rows come from the next process's mirror.
 
         None: some process could not read its file.
@@ -261,7 +261,7 @@ class MemoryCheckpoints:
 
     def _read(
         self, step: int, kind: str, shapes: dict[str, jax.ShapeDtypeStruct], placement: Placement
-    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    ) -> tuple[dict[str, jax.Array], Json]:
         """The arrays by name, on the devices, and the header."""
         header, shards = shard_file.read(self.folder / f"{step}{kind}")
         sums = {name for name in shapes if name.startswith("sums/")}

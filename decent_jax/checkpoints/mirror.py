@@ -5,14 +5,15 @@ message. The last process sends to the first.
 """
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.replicas import Placement
 
 
@@ -26,11 +27,11 @@ class Mirror:
         self._there = self._sender(there)
         self._back = self._sender([(target, source) for source, target in there])
 
-    def send(self, tree: Any) -> Any:
+    def send(self, tree: PyTree) -> PyTree:
         """The arrays (n, ...) whose rows of this process are those of the process before it."""
         return jax.block_until_ready(self._there(tree))
 
-    def give_back(self, held: Any, lacks: bool, own: Any) -> Any:
+    def give_back(self, held: PyTree, lacks: bool, own: PyTree) -> PyTree:
         """The arrays with the rows of their owners.
 
         Args:
@@ -41,7 +42,7 @@ class Mirror:
         returned = jax.block_until_ready(self._back(held))
         return returned if lacks else own
 
-    def _sender(self, pairs: list[tuple[int, int]]) -> Any:
+    def _sender(self, pairs: list[tuple[int, int]]) -> Callable[[PyTree], PyTree]:
         def body(tree):
             return jax.tree.map(lambda x: jax.lax.ppermute(x, "replica", pairs), tree)
 
@@ -66,7 +67,7 @@ def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
-def from_first(value: Any, has_it: bool) -> Any:
+def from_first(value: Json, has_it: bool) -> Json:
     """A JSON value, broadcast from the first process that has it; all call it together."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8) if has_it else np.zeros(0, np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))[:, 0]

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -28,9 +28,11 @@ from decent_jax.checkpoints.arrays import STATE
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
 from decent_jax.ground.errors import CheckpointError, DataError
-from decent_jax.ground.json_files import read_json, write_atomic, write_json_atomic
+from decent_jax.ground.json_files import Json, read_json, write_atomic, write_json_atomic
 from decent_jax.ground.run_folder import LOCK
 from decent_jax.replicas import Placement, TrainState
+
+Restored = TypeVar("Restored")
 
 log = logging.getLogger(__name__)
 
@@ -78,20 +80,24 @@ class Checkpointer:
         """Steps with a finished checkpoint visible to all processes, the oldest first."""
         return sorted(set.intersection(*map(set, watch.gather(steps(self.workdir / FOLDER)))))
 
-    def save(self, step: int, state: TrainState, meta: dict) -> None:
+    def save(self, step: int, state: TrainState, meta: Json) -> None:
         """Copy the state to the host, and write it in the background."""
         if step != self._saved:
             self._saved = step
             self._save(self.workdir / FOLDER, step, arrays.tree_of(state), meta, self._keep)
 
-    def save_best(self, step: int, params: Any, model_state: Any, meta: dict) -> None:
+    def save_best(self, step: int, params: object, model_state: object, meta: Json) -> None:
         """Save the consensus model (no replica dimension) as the best so far, in the background."""
         model = {"params": params, "model_state": model_state}
         self._save(self.workdir / BEST, step, model, meta, keep=1)
 
     def restore_newest(
-        self, like: TrainState, placement: Placement, accum_steps: int, say=log.warning
-    ) -> tuple[TrainState, dict] | None:
+        self,
+        like: TrainState,
+        placement: Placement,
+        accum_steps: int,
+        say: Callable[[str], object] = log.warning,
+    ) -> tuple[TrainState, Json] | None:
         """The newest intact checkpoint, with its meta; None if there is no checkpoint.
 
         Args:
@@ -105,17 +111,17 @@ class Checkpointer:
         Raises:
           CheckpointError: there are checkpoints, but none can be read.
         """
-        found = first_whole(
+        restored = first_whole(
             self.workdir / FOLDER,
             lambda folder, meta: arrays.restore(folder, meta, like, placement, accum_steps),
             say,
             self.steps(),
         )
-        if found is not None:
-            self._saved = found[1]["step"]
-            if found[1]["num_replicas"] != placement.num_replicas:
-                say(change_of(found[1]["num_replicas"], placement.num_replicas))
-        return found
+        if restored is not None:
+            self._saved = restored[1]["step"]
+            if restored[1]["num_replicas"] != placement.num_replicas:
+                say(change_of(restored[1]["num_replicas"], placement.num_replicas))
+        return restored
 
     def check(self) -> None:
         """Raises CheckpointError if the last checkpoint could not be written."""
@@ -137,7 +143,7 @@ class Checkpointer:
             self._thread.shutdown()
             self._writer.close()
 
-    def _save(self, folder: Path, step: int, tree: Any, meta: dict, keep: int) -> None:
+    def _save(self, folder: Path, step: int, tree: object, meta: Json, keep: int) -> None:
         self.wait()
         draft = draft_of(folder, step)
         with _writing(self.workdir):
@@ -145,7 +151,7 @@ class Checkpointer:
         meta = meta | {"step": step, "checksums": {STATE: sums}}
         self._writing = self._thread.submit(self._finish, draft, meta, keep)
 
-    def _finish(self, draft: Path, meta: dict, keep: int) -> None:
+    def _finish(self, draft: Path, meta: Json, keep: int) -> None:
         self._writer.wait_until_finished()  # for all processes
         if jax.process_index() == 0:
             finish(draft, meta, keep)
@@ -180,7 +186,7 @@ def draft_of(folder: Path, step: int) -> Path:
     return folder / f".{step}.draft"
 
 
-def finish(draft: Path, meta: dict[str, Any], keep: int) -> None:
+def finish(draft: Path, meta: Json, keep: int) -> None:
     """Turn a draft whose parts are on disk into a checkpoint; keep the newest ``keep``.
 
     Args:
@@ -195,8 +201,8 @@ def finish(draft: Path, meta: dict[str, Any], keep: int) -> None:
     remove(final)
     os.replace(draft, final)
     there = steps(draft.parent)  # those of later steps are from a killed session
-    kept = [step for step in there if step <= meta["step"]][-keep:]
-    for step in [step for step in there if step not in kept]:
+    stay = [step for step in there if step <= meta["step"]][-keep:]
+    for step in [step for step in there if step not in stay]:
         remove(draft.with_name(str(step)))
 
 
@@ -218,11 +224,11 @@ def clear(workdir: Path) -> None:
 
 def drop_best_after(workdir: Path, step: int) -> bool:
     """Remove best models from steps that a resumed run has yet to reach; whether one is left."""
-    found = steps(workdir / BEST)
-    for later in [s for s in found if s > step]:
+    saved = steps(workdir / BEST)
+    for later in [s for s in saved if s > step]:
         if jax.process_index() == 0:
             remove(workdir / BEST / str(later))
-    return any(s <= step for s in found)
+    return any(s <= step for s in saved)
 
 
 # --- Read -----------------------------------------------------------------------------------------
@@ -256,7 +262,7 @@ def run_of(workdir: Path, make: bool = False) -> str | None:
     return identity
 
 
-def read_meta(checkpoint: Path, run: str | None = None) -> dict[str, Any]:
+def read_meta(checkpoint: Path, run: str | None = None) -> Json:
     """The meta of one checkpoint.
 
     Raises:
@@ -275,10 +281,10 @@ def read_meta(checkpoint: Path, run: str | None = None) -> dict[str, Any]:
 
 def first_whole(
     folder: Path,
-    read: Callable[[Path, dict], Any],
+    read: Callable[[Path, Json], Restored],
     say: Callable[[str], object],
     among: Collection[int] | None = None,
-) -> tuple[Any, dict] | None:
+) -> tuple[Restored, Json] | None:
     """The result of ``read`` for the newest readable checkpoint, and its meta; None: none.
 
     All processes of a run call it together and choose the same checkpoint.
@@ -311,7 +317,7 @@ def first_whole(
     return None
 
 
-def _checksum_of_meta(meta: dict) -> int:
+def _checksum_of_meta(meta: Json) -> int:
     own = {name: value for name, value in meta.items() if name != "checksum"}
     return zlib.crc32(json.dumps(own, sort_keys=True).encode())
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decent_jax.ground.json_files import Json
+
 _LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
 _FORMAT = "decent_jax.shards/1"
 
@@ -41,7 +43,7 @@ def spans(index: Any, shape: tuple[int, ...]) -> list[list[int]]:
     return [list(cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True)]
 
 
-def write(path: Path, header: dict[str, Any], arrays: dict[str, list[Shard]]) -> None:
+def write(path: Path, header: Json, arrays: dict[str, list[Shard]]) -> None:
     """Write a file for `read`; OSError if it cannot be written."""
     about = {
         name: [[shard.index, shard.data.dtype.name, shard.data.shape] for shard in shards]
@@ -60,7 +62,7 @@ def write(path: Path, header: dict[str, Any], arrays: dict[str, list[Shard]]) ->
         file.write(_CHECKSUM.pack(checksum))
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> Json:
     """The header; the arrays are neither read nor verified.
 
     Raises:
@@ -74,7 +76,7 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
+def read(path: Path) -> tuple[Json, dict[str, list[Shard]]]:
     """The header and the arrays.
 
     Raises:

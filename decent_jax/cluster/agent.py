@@ -28,7 +28,6 @@ import signal
 import sys
 import threading
 import warnings
-from typing import Any
 
 from decent_jax.cluster.supervise import OF_AGENT, REACHED, STOP, VARIABLE
 
@@ -157,7 +156,7 @@ class Agent:
         self._process = None
         self._say("ended", process.end())
 
-    def _say(self, *report: Any) -> None:
+    def _say(self, *report: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, see `serve`
             os.write(self._reports, json.dumps(report).encode() + b"\n")
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +14,8 @@ from jax._src.distributed import global_state  # see `decent_jax.cluster.watch`
 from tqdm import tqdm
 
 from decent_jax.cluster import rendezvous, sockets, watch
-from decent_jax.cluster.start import Device
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_number
-from decent_jax.ground.json_files import flat
 
 _BYTES_PER_GBIT = 1e9 / 8
 _ANOTHER_CARD = (
@@ -26,7 +23,7 @@ _ANOTHER_CARD = (
 )
 
 
-def check_devices(hosts: list[str]) -> list[Device]:
+def check_devices(hosts: list[str]) -> list[jax.Device]:
     """The first device of every process.
 
     Raises:
@@ -42,9 +39,9 @@ def check_devices(hosts: list[str]) -> list[Device]:
     return [min(local, key=lambda device: device.id) for local in processes]
 
 
-def agreement(config: Any, count: int) -> str:
+def agreement(config: object, count: int) -> str:
     """A sentence that lists what is the same on all ``count`` processes."""
-    description = rendezvous.describe(flat(config))
+    description = rendezvous.describe(config)
     versions = [f"{k} {v}" for k, v in description.items() if not k.startswith("config.")]
     fields = json.dumps({k: v for k, v in description.items() if k.startswith("config.")})
     return (
@@ -76,7 +73,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(
-    devices: list[Device], hosts: list[str], num_bytes: int, repeats: int, quiet: bool
+    devices: list[jax.Device], hosts: list[str], num_bytes: int, repeats: int, quiet: bool
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Latency and bandwidth between devices of different processes; all processes call it.
 
@@ -204,7 +201,7 @@ def ways(
         for host, own in zip(hosts, connections, strict=True)
         for near, far, card in own
     }
-    reached: dict[tuple[str, str, str], set[str]] = {}
+    reached: dict[tuple[str, str | int, str], set[str]] = {}
     for (near, far, inside), (host, card) in ends.items():
         if other := ends.get((far, near, inside)):
             reached.setdefault((host, near[0], card), set()).add(other[0])

@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 from decent_jax.ground import connections, extras
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import name_all, printable, shorten, shown
+from decent_jax.ground.json_files import Json, flat
 
 SECRET = "DECENT_JAX_SECRET"
 _SECRET_FILE = ".start_secret-{port}"  # runs that share a folder have ports of their own
@@ -41,11 +42,13 @@ _LONGEST_NAME = 64  # characters of a host name
 _TICK_S = 0.1  # between two looks at who is there
 
 
-def describe(config: Mapping[str, object]) -> dict[str, str]:
-    """Everything that must be equal on all processes: versions, and the (flat) config."""
+def describe(config: object) -> dict[str, str]:
+    """Everything that must be equal on all processes: versions, and the config."""
     versions = {"Python": platform.python_version()}
     versions |= {package: extras.version(package) for package in _PACKAGES}
-    fields = {f"config.{k}": repr(value) for k, value in config.items() if k not in _OWN_FIELDS}
+    fields = {
+        f"config.{k}": repr(value) for k, value in flat(config).items() if k not in _OWN_FIELDS
+    }
     return versions | fields
 
 
@@ -113,7 +116,7 @@ def barrier(
 # --- Process 0 ------------------------------------------------------------------------------------
 
 
-def _gather(port: int, own: dict, folder: Path, timeout_s: float) -> dict[str, Any]:
+def _gather(port: int, own: dict, folder: Path, timeout_s: float) -> Json:
     """Listen as process 0 until all have come; returns the answer that every process received."""
     end, group = time.monotonic() + timeout_s, _Group(own)
     with (
@@ -190,7 +193,7 @@ class _Group:
             f"{left_out}"
         )
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Json:
         """What all are told, and that is it."""
         ordered = [self.hellos[process] for process in sorted(self.hellos)]
         hosts = [hello["host"] for hello in ordered]
@@ -201,7 +204,7 @@ class _Group:
         return answer
 
 
-def _tell(connection: Connection, answer: dict[str, Any]) -> None:
+def _tell(connection: Connection, answer: Json) -> None:
     """Send the answer and close; it is short, so that the other side takes it at once."""
     with connection, contextlib.suppress(OSError):  # one that waits for others finds out
         connections.send(connection, answer)
@@ -263,7 +266,7 @@ def _listen(port: int) -> socket.socket:
 # --- The others -----------------------------------------------------------------------------------
 
 
-def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -> dict[str, Any]:
+def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -> Json:
     """Send the hello as another process; returns the answer of process 0."""
     began, trouble = time.monotonic(), ""
     together = f"start all processes with the same {SECRET}, or in a folder that all see"
@@ -292,7 +295,7 @@ def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -
         time.sleep(0.2)
 
 
-def _exchange(connection: Connection, hello: dict, end: float) -> dict[str, Any]:
+def _exchange(connection: Connection, hello: dict, end: float) -> Json:
     """Send the hello; returns the answer of process 0 once all have come."""
     try:
         connections.send(connection, hello)

@@ -19,11 +19,8 @@ from decent_jax.cluster.supervise import end_with_supervisor
 from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.ground.fields import changeable, check_rules
 from decent_jax.ground.format import printable
-from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce
 from decent_jax.plan.plan_file import Plan
-
-Device = Any  # jax.Device, which type checkers cannot resolve
 
 
 @dataclass(frozen=True)
@@ -99,13 +96,24 @@ def start(config: Any, folder: str | Path = ".") -> str:
             field="cluster.coordinator",
             value=cluster.coordinator,
         )
+    _join(place, config, folder)
+    addresses = watch.gather(_address_of(socket.gethostname()))
+    if jax.default_backend() == "cpu":  # gloo listens at the address of the host's name
+        check_addresses(_hosts, addresses)
+    how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
+    return f"process {jax.process_index()} of {jax.process_count()} ({how})"
+
+
+def _join(place: "_Place", config: Any, folder: str | Path) -> None:
+    """Pass the start-up barrier, connect jax to the other processes, and watch them."""
+    cluster = config.cluster
     check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
     # CPU devices of several processes exchange data over gloo; GPUs ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     limit_exchanges(cluster.exchange_s)
     waiting = f"waiting for {place.count} processes at {place.address}"
     with announce(waiting, quiet=place.index != 0):
-        description = rendezvous.describe(flat(config))
+        description = rendezvous.describe(config)
         description |= {name.upper(): str(jax.config.values[name]) for name in _ALIKE}
         _hosts[:] = rendezvous.barrier(
             place.address, place.count, place.index, description, cluster.timeout_s, folder
@@ -126,11 +134,6 @@ def start(config: Any, folder: str | Path = ".") -> str:
         raise PeerLost(f"all processes came, but jax could not join them: {line}") from None
     watch.watch(_hosts, cluster.heartbeat_s)
     open_devices()
-    addresses = watch.gather(_address_of(socket.gethostname()))
-    if jax.default_backend() == "cpu":  # gloo listens at the address of the host's name
-        check_addresses(_hosts, addresses)
-    how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
-    return f"process {jax.process_index()} of {jax.process_count()} ({how})"
 
 
 class _Place(NamedTuple):
@@ -278,8 +281,8 @@ def _threads_for_simulated_devices() -> None:
 
 
 def choose_devices(
-    num_replicas: int, wanted: int, by_process: Sequence[Sequence[Device]] | None = None
-) -> list[Device]:
+    num_replicas: int, wanted: int, by_process: Sequence[Sequence[jax.Device]] | None = None
+) -> list[jax.Device]:
     """Devices for the replicas, in the order of processes, equally many from each.
 
     Args:
@@ -309,7 +312,7 @@ def choose_devices(
     return [device for devices in ordered for device in devices]
 
 
-def follow_plan(devices: list[Device], plan: Plan) -> list[Device]:
+def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
     """The devices in the order of the plan's replicas, one replica on each.
 
     The plan's network calls a device ``host/k``, as `device_names` does.
@@ -324,7 +327,7 @@ def follow_plan(devices: list[Device], plan: Plan) -> list[Device]:
         raise ConfigError(f"cluster.plan: {error}") from None
 
 
-def device_names(devices: list[Device]) -> list[str]:
+def device_names(devices: list[jax.Device]) -> list[str]:
     """``host/k`` for every device, where k counts those of its host in the order given."""
     names_of = hosts()
     seen = collections.Counter()
@@ -336,7 +339,7 @@ def device_names(devices: list[Device]) -> list[str]:
     return names
 
 
-def table(devices: list[Device], block: int) -> str:
+def table(devices: list[jax.Device], block: int) -> str:
     """A table of the replicas on each device of each host, one line per device."""
     names_of = hosts()
     lines = ["replicas  process  host                  device"]

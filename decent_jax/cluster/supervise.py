@@ -149,7 +149,7 @@ class AgentLink:
         elif what == "ended":
             self._code = values[0]
 
-    def _tell(self, *command: Any) -> None:
+    def _tell(self, *command: object) -> None:
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(self._popen.stdin.fileno(), json.dumps(command).encode() + b"\n")
@@ -198,7 +198,7 @@ class Supervisor:
         self,
         members: list[Member],
         count: int,
-        connect: Callable[[Member], Any],
+        connect: Callable[[Member], AgentLink],
         start: Callable[[list[Member], int], None],
         *,
         patience_s: float,

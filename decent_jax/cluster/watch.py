@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -44,6 +44,7 @@ _FAILED = "decent_jax/failed/"  # in jax's key-value store, followed by the numb
 _LONGEST = 600  # characters of another process's sentence
 _OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 
+Value = TypeVar("Value")
 _watch: "_Watch | None" = None  # of this process
 _barriers, _gathered = itertools.count(), itertools.count()
 
@@ -171,7 +172,7 @@ def barrier(timeout_s: float) -> None:
         ) from error
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Value) -> list[Value]:
     """A value that JSON can hold of every process, which all call this as often; alone, its own.
 
     No device takes part. A process that is lost meanwhile ends this one, see `watch`.

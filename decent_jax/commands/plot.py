@@ -4,7 +4,7 @@
 
 One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With plotly
 (extra "page"), a self-contained HTML page is written next to the picture, RUN/report.html or
-comparison.html: curves with values under the mouse, results, a breakdown of the time, settings that
+comparison.html: curves with values on hover, results, a breakdown of the time, settings that
 differ. With --mean, runs that differ only in their seed become one line with a band, against steps,
 time and bytes sent, and there is no page.
 """

@@ -62,9 +62,9 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
         config = config_lib.parse(flags.override_all(flags.load(options.config), rest))
         config_lib.check_run(config)
         return options, config
-    given = flags.override_all(config_lib.default_config(), rest)
-    given.num_replicas = max(given.cluster.num_processes, 1)  # accept any number of processes
-    config = config_lib.parse(given)
+    fields = flags.override_all(config_lib.default_config(), rest)
+    fields.num_replicas = max(fields.cluster.num_processes, 1)  # accept any number of processes
+    config = config_lib.parse(fields)
     start.check(config)
     return options, config
 
@@ -83,14 +83,14 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     if not quiet:
         print(f"{started}\n{preflight.agreement(config, len(devices))}", flush=True)
     size = _num_bytes(options), options.repeats
-    found = preflight.measure(devices, start.hosts(), *size, quiet)
+    measured = preflight.measure(devices, start.hosts(), *size, quiet)
     if not quiet:
-        _report(options, *found, names)
+        _report(options, *measured, names)
 
 
 def _links_of_ray(
     options: argparse.Namespace, config: Any, address: str
-) -> tuple[Any, Any, str, list[str]]:
+) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
     from decent_jax.actors import ray_cluster
 
     ray_cluster.prepare(address)
@@ -104,7 +104,11 @@ def _num_bytes(options: argparse.Namespace) -> int:
 
 
 def _report(
-    options: argparse.Namespace, latency: Any, bandwidth: Any, ways: str, names: list[str]
+    options: argparse.Namespace,
+    latency: np.ndarray,
+    bandwidth: np.ndarray,
+    ways: str,
+    names: list[str],
 ) -> None:
     print(f"{preflight.report(latency, bandwidth, names)}\n{ways}")
     print(save(latency, bandwidth, names, options.save))
@@ -117,6 +121,6 @@ def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: s
     """
     hosts = [name.rpartition("/")[0] for name in names]
     node = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
-    found = network.from_matrices(latency_s, bandwidth, node=node, names=names, symmetrize=True)
-    found.save(path)
+    machines = network.from_matrices(latency_s, bandwidth, node=node, names=names, symmetrize=True)
+    machines.save(path)
     return f"saved {path} for decent-jax planner; the slower way of a link counts for both"

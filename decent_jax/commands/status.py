@@ -10,11 +10,10 @@ import shutil
 import textwrap
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.format import format_bytes, format_duration, format_number, printable
-from decent_jax.ground.json_files import is_real
+from decent_jax.ground.json_files import Json, is_real
 from decent_jax.ground.run_folder import SCORES
 from decent_jax.monitor import goodput_file, run_state
 from decent_jax.monitor.run_state import RunState
@@ -75,7 +74,23 @@ def _stands_out(name: str, row: dict[str, str]) -> tuple[bool, int, float]:
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     """(label, words) of each line for which the run has numbers."""
-    get, last, recent = state.config.get, state.last, state.recent
+    yield from _progress_lines(state)
+    yield from _loss_lines(state)
+    yield from _speed_lines(state)
+    if state.saved is not None:
+        yield "saved", f"checkpoint of step {state.saved}"
+    if (skipped := state.last("train/skipped_updates")) and skipped[1]:
+        yield "failed", f"{int(skipped[1])} updates were not finite and were skipped"
+    newest = {what: date for date, what in state.incidents}  # each once
+    shown = sorted((date, what) for what, date in newest.items())[-_INCIDENTS:]
+    for date, what in shown:
+        yield "failed", f"{format_duration(max(0.0, time.time() - date))} ago: {what}"
+    if more := len(state.incidents) - len(shown):
+        yield "failed", f"and {more} more in {state.path / goodput_file.INCIDENTS}"
+
+
+def _progress_lines(state: RunState) -> Iterator[tuple[str, str]]:
+    get = state.config.get
     ago = f"{format_duration(max(0.0, time.time() - state.seen))} ago"
     if state.config:
         over = "" if get("algorithm") == "all_reduce" else f" over {get('schedule')}"
@@ -101,19 +116,26 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         left = state.left_s if state.word == "running" else None
         words = f", about {format_duration(left)} left" if left else ""
         yield "step", f"{state.step}{done}{words}"
+
+
+def _loss_lines(state: RunState) -> Iterator[tuple[str, str]]:
     losses = {"train/loss": ("in training", 1.0), "eval/loss": ("in validation", 1.0)}
     for name, (title, factor) in {**losses, **SCORES}.items():
-        if not (found := last(name)):
+        if not (newest := state.last(name)):
             continue
-        low, high, best = _number(state, f"{name}_min"), _number(state, f"{name}_max"), found[1]
+        low, high, best = _number(state, f"{name}_min"), _number(state, f"{name}_max"), newest[1]
         at = f" ({low} to {high} over the replicas)" if low != high else ""
         if name != "train/loss":
-            best, at = state.best(name) or 0.0, f" at step {found[0]}"
-        at += f" (best {format_number(factor * best, 4)})" if best != found[1] else ""
+            best, at = state.best(name) or 0.0, f" at step {newest[0]}"
+        at += f" (best {format_number(factor * best, 4)})" if best != newest[1] else ""
         label = "score" if name in SCORES else "loss"
         yield label, f"{_number(state, name, factor)} {title}{at}"
     if distance := _number(state, "train/consensus_distance_relative"):
         yield "consensus", f"{distance} from the mean model, relative to its norm"
+
+
+def _speed_lines(state: RunState) -> Iterator[tuple[str, str]]:
+    recent = state.recent
     if step_s := recent("perf/step_time_s"):
         words = f"{_ms(step_s)} ms per step"
         for unit in ("tokens", "examples"):
@@ -133,25 +155,15 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     taken, exposed = _ms(recent("comm/message_s")), _ms(recent("comm/exposed_s"))
     if taken and exposed:
         yield "messages", f"they take {taken} ms, {exposed} ms of it not behind the gradient"
-    if state.saved is not None:
-        yield "saved", f"checkpoint of step {state.saved}"
-    if (skipped := last("train/skipped_updates")) and skipped[1]:
-        yield "failed", f"{int(skipped[1])} updates were not finite and were skipped"
-    newest = {what: date for date, what in state.incidents}  # each once
-    shown = sorted((date, what) for what, date in newest.items())[-_INCIDENTS:]
-    for date, what in shown:
-        yield "failed", f"{format_duration(max(0.0, time.time() - date))} ago: {what}"
-    if more := len(state.incidents) - len(shown):
-        yield "failed", f"and {more} more in {state.path / goodput_file.INCIDENTS}"
 
 
 def _number(state: RunState, name: str, factor: float = 1.0) -> str:
     """The newest value of a metric, times a factor; "" if there is none."""
-    found = state.last(name)
-    return "" if found is None else format_number(factor * found[1], 4)
+    newest = state.last(name)
+    return "" if newest is None else format_number(factor * newest[1], 4)
 
 
-def _ms(seconds: Any) -> str:
+def _ms(seconds: object) -> str:
     return format_number(1e3 * seconds) if is_real(seconds) else ""
 
 
@@ -163,35 +175,35 @@ def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     kind, computes, waits = "process", "comm/gradient_s", "comm/message_s"
     if state.start.get("stages"):
         kind, computes, waits = "worker", "compute_s", "wait_s"
-    peers = {str(rank): one for rank, one in state.peers.items()}
+    peers = {str(rank): peer for rank, peer in state.peers.items()}
     trains = "trains" if state.word in ("running", "silent") else state.word
-    for what, found in ((kind, state.processes), ("peer", peers)):
-        taken = {k: one.get("step_s", one.get(computes)) for k, one in found.items()}
+    for what, entries in ((kind, state.processes), ("peer", peers)):
+        taken: Json = {k: e.get("step_s", e.get(computes)) for k, e in entries.items()}
         known = ((k, x) for k, x in taken.items() if x is not None and is_real(x, 1e-9))
-        alive = [x for k, x in known if found[k].get("alive", True)]
+        alive = [x for k, x in known if entries[k].get("alive", True)]
         rows: dict[str, dict[str, str]] = {}
-        for k, one in found.items():
-            sent, age, loss = (one.get(name) for name in (_SENT, "stale", "loss"))
+        for k, entry in entries.items():
+            sent, age, loss = (entry.get(name) for name in (_SENT, "stale", "loss"))
             slow = " (slow)" * (taken[k] in alive and taken[k] > _SLOW * min(alive))
             rows[k + slow] = {
-                "host": printable(str(one.get("host", "")))[:20],
-                "state": {"True": trains, "False": "gone"}.get(str(one.get("alive")), ""),
-                "starts": str(one.get("starts", "")),
-                "step": str(one.get("step", one.get("steps", ""))),
-                "seen": format_duration(time.time() - one["date"]) if "date" in one else "",
+                "host": printable(str(entry.get("host", "")))[:20],
+                "state": {"True": trains, "False": "gone"}.get(str(entry.get("alive")), ""),
+                "starts": str(entry.get("starts", "")),
+                "step": str(entry.get("step", entry.get("steps", ""))),
+                "seen": format_duration(time.time() - entry["date"]) if "date" in entry else "",
                 "loss": format_number(loss, 4) if is_real(loss) else "",
                 "computes, ms": _ms(taken[k]),
-                "messages, ms": _ms(one.get(waits)),
+                "messages, ms": _ms(entry.get(waits)),
                 "sent to others": format_bytes(sent) if is_real(sent) else "",
                 "staleness": f"{age:.0f}" if is_real(age) else "",
             }
         yield what, rows
     hosts, count = state.start.get("hosts") or [], min(state.config.get("num_replicas", 0), 1024)
-    found = {k: one[1] for k in range(count) if (one := state.last(f"replicas/{k}/loss"))}
+    losses = {k: newest[1] for k in range(count) if (newest := state.last(f"replicas/{k}/loss"))}
     yield (
         "replica",
         {
-            str(k): {"host": str(*hosts[k : k + 1])[:20], "loss": format_number(found[k], 4)}
-            for k in sorted(sorted(found, key=lambda k: -found[k])[:_ROWS])
+            str(k): {"host": str(*hosts[k : k + 1])[:20], "loss": format_number(losses[k], 4)}
+            for k in sorted(sorted(losses, key=lambda k: -losses[k])[:_ROWS])
         },
     )

@@ -38,7 +38,6 @@ from decent_jax.ground import extras
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
-from decent_jax.ground.json_files import flat
 from decent_jax.monitor import goodput_file
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
@@ -65,10 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code of the run, or 1 if too few processes are left."""
     extras.need_system("decent-jax supervise", "Linux")  # for pidfd_open
     options, program = _parse(sys.argv[1:] if arguments is None else arguments)
-    given, workdir = flags.parse(program[1:])
+    fields, workdir = flags.parse(program[1:])
     if workdir is None:
         raise ConfigError("--check starts no run: check it without a supervisor")
-    config = config_lib.parse(given)
+    config = config_lib.parse(fields)
     members, count = _members(options)
     if members[0].argv and shutil.which(members[0].argv[0]) is None:
         raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
@@ -173,8 +172,8 @@ def fit(config: Config, before: int, after: int) -> dict[str, object]:
         config_lib.make_schedule(new)
     except ConfigError:
         new = config_lib.changed(new, schedule=FALLBACK)
-    values = flat(config)
-    return {name: value for name, value in flat(new).items() if value != values[name]}
+    values = config.by_name
+    return {name: value for name, value in new.by_name.items() if value != values[name]}
 
 
 def _log(workdir: Path, index: int) -> Path | None:
@@ -228,9 +227,9 @@ def _start(
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def _tell(workdir: Path, sentence: str) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax.cpu import gloo
 from decent_jax.cpu.per_device import PerDevice, compile_each
+from decent_jax.ground.pytree import PyTree
 
 
 class Parts(NamedTuple):
@@ -34,21 +35,21 @@ class Parts(NamedTuple):
       donates ``local``.
     """
 
-    split: Callable[[Any], tuple[Any, Any]]
-    compute: Callable[..., tuple[Any, Any]]
-    send: Callable[..., Any]
-    apply: Callable[..., tuple[Any, Any]]
-    finish: Callable[..., tuple[Any, Any]]
+    split: Callable[[PyTree], tuple[PyTree, PyTree]]
+    compute: Callable[..., tuple[PyTree, PyTree]]
+    send: Callable[..., PyTree]
+    apply: Callable[..., tuple[PyTree, PyTree]]
+    finish: Callable[..., tuple[PyTree, PyTree]]
     several: bool = False
 
 
 def overlapped(
-    whole: Any,
+    whole: Callable[..., PyTree],
     parts: Parts | None,
     placement: Any,
-    options: dict[str, Any],
-    cached: Callable[..., Any],
-) -> Any:
+    options: dict[str, object],
+    cached: Callable[..., PyTree],
+) -> PyTree:
     """A step in three programs if gloo sends its messages, else ``whole``.
 
     Replicas of several devices keep ``whole``: their gradients communicate too.
@@ -90,7 +91,7 @@ class _Step:
         self._send, self._apply = send, apply
         self._compute = placement.on_devices(parts.compute, (rows, rows, P()), rows)
 
-    def lower(self, state: Any, batch: Any, t: Any, *, round: int | None) -> Any:
+    def lower(self, state: PyTree, batch: PyTree, t: object, *, round: int | None) -> PyTree:
         """As `jax.jit` does; compiles only the programs that no earlier call has compiled."""
         if round is None:
             return self._whole.lower(state, batch, t, round=None)
@@ -146,10 +147,12 @@ class Program(NamedTuple):
     compute: PerDevice
     apply: Any
 
-    def __call__(self, state: Any, batch: Any, t: Any) -> tuple[Any, Any]:
+    def __call__(self, state: PyTree, batch: PyTree, t: object) -> tuple[PyTree, PyTree]:
         return self._run(state, batch, t, lambda part, arrays: None)
 
-    def timed(self, state: Any, batch: Any, t: Any) -> tuple[tuple[Any, Any], tuple[float, float]]:
+    def timed(
+        self, state: PyTree, batch: PyTree, t: object
+    ) -> tuple[tuple[PyTree, PyTree], tuple[float, float]]:
         """The result of a call, and the seconds of its compute and its message; waits for both."""
         jax.block_until_ready((state, batch))
         began, ends = time.perf_counter(), {}
@@ -161,7 +164,7 @@ class Program(NamedTuple):
         result = self._run(state, batch, t, wait)
         return result, (ends["compute"], ends["message"])
 
-    def _run(self, state, batch, t, look: Callable[[str, Any], None]) -> tuple[Any, Any]:
+    def _run(self, state, batch, t, look: Callable[[str, PyTree], None]) -> tuple[PyTree, PyTree]:
         local, outgoing = self.parts.split(state)
         if self.parts.several:  # `compute` donates its arguments
             outgoing = _unshared(outgoing, local)
@@ -198,7 +201,7 @@ class Program(NamedTuple):
         )
 
 
-def _unshared(tree: Any, other: Any) -> Any:
+def _unshared(tree: PyTree, other: PyTree) -> PyTree:
     """The tree, with copies of the arrays that it shares with ``other``."""
     ids = {id(x) for x in jax.tree.leaves(other)}
     shared = [x for x in jax.tree.leaves(tree) if id(x) in ids]

@@ -13,13 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from decent_jax.ground.pytree import PyTree
+
 
 def compile_each(
-    body: Callable[..., Any],
-    trees: tuple[Any, ...],
+    body: Callable[..., PyTree],
+    trees: tuple[PyTree, ...],
     placement: Any,
-    options: dict[str, Any],
-    cached: Callable[..., Any],
+    options: dict[str, object],
+    cached: Callable[..., PyTree],
     donate: tuple[int, ...] = (),
 ) -> "PerDevice":
     """One program per device of this process, compiled in threads.
@@ -65,7 +67,7 @@ class PerDevice(NamedTuple):
     firsts: list[int]  # the first replica of each device
     programs: list[Any]
 
-    def begin(self, run: Callable[..., Any], *trees: Any) -> Callable[[], Any]:
+    def begin(self, run: Callable[..., PyTree], *trees: PyTree) -> Callable[[], PyTree]:
         """Start ``run(program, *shards)`` on each device; returns a function that waits for the
         stacked results.
 
@@ -96,7 +98,7 @@ class PerDevice(NamedTuple):
         return lambda: jax.tree.map(join, *(future.result() for future in futures))
 
 
-def _in_threads(fn: Callable[..., Any], arguments: list[tuple]) -> list[Future]:
+def _in_threads(fn: Callable[..., PyTree], arguments: list[tuple]) -> list[Future]:
     """Calls of ``fn``, each in a thread of its own, which ends with the call."""
     threads = ThreadPoolExecutor(len(arguments), thread_name_prefix="device")
     futures = [threads.submit(fn, *args) for args in arguments]

@@ -37,13 +37,13 @@ _AT_ONCE = 256  # records that `all_records` stacks
 _MEMORY = "/dev/shm"  # through which readers pass their batches
 
 
-class Batches(Iterator):
+class Batches(Iterator[Any]):
     """An iterator with threads or ``workers`` behind it; `close` (or `with`) stops them.
 
     `next` raises DataError if a batch cannot be read.
     """
 
-    def __init__(self, iterator, workers: int = 0):
+    def __init__(self, iterator: Any, workers: int = 0):
         self._iterator, self._workers = iterator, workers
         self._starts = workers > 0
 
@@ -67,12 +67,12 @@ class Batches(Iterator):
     def __enter__(self) -> "Batches":
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 def train_batches(
-    source,
+    source: Any,
     *,
     seed: int,
     num_replicas: int,
@@ -121,7 +121,7 @@ def train_batches(
 
 
 def eval_batches(
-    source,
+    source: Any,
     *,
     num_replicas: int,
     batch_size: int,
@@ -155,7 +155,7 @@ def eval_batches(
 class Numbers:
     """The numbers of a source's records, as a source: batches of them have the same order."""
 
-    def __init__(self, source):
+    def __init__(self, source: Any):
         self._source = source
         if hasattr(source, "of_epoch"):
             self.of_epoch = source.of_epoch
@@ -167,13 +167,13 @@ class Numbers:
         return np.int32(number)
 
 
-def is_fixed(source) -> bool:
+def is_fixed(source: Any) -> bool:
     """Whether a number always gives the same record; `augment` then draws nothing."""
     draws = hasattr(source, "augment") and not getattr(source, "fixed", False)
     return not draws and not hasattr(source, "train_blocks")
 
 
-def all_records(source) -> Any:
+def all_records(source: Any) -> Any:
     """The records of all numbers of a source that `is_fixed`, stacked.
 
     Raises:
@@ -187,26 +187,26 @@ def all_records(source) -> Any:
         return jax.tree.map(lambda *part: np.concatenate(part), *parts)
 
 
-def bytes_of_all(source) -> int:
+def bytes_of_all(source: Any) -> int:
     """Bytes of `all_records`."""
     import jax
 
-    one = jax.tree.leaves(_reader(source)(0))
-    return _count(source) * sum(np.asarray(leaf).nbytes for leaf in one)
+    record = jax.tree.leaves(_reader(source)(0))
+    return _count(source) * sum(np.asarray(leaf).nbytes for leaf in record)
 
 
-def _count(source) -> int:
+def _count(source: Any) -> int:
     """Of its numbers; more than its records if `of_epoch` distinguishes views of a record."""
     return getattr(source, "numbers", len(source))
 
 
-def _reader(source):
+def _reader(source: Any):
     if not hasattr(source, "augment"):
         return source.__getitem__
     return lambda number: source.augment(source[number], None)
 
 
-def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
+def train_rows(source: Any, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     """A sequence whose item ``step * num_replicas + replica`` is a replica's block (B, ...).
 
     Arguments as for `train_batches`, without a partition.
@@ -217,7 +217,7 @@ def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     return _rows(source, everything, np.random.SeedSequence(seed), batch_size // num_replicas)
 
 
-def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
+def steps_per_epoch(source: Any, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
     """Training steps until every record was read; the last may extend into the next epoch."""
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed).steps

@@ -24,6 +24,7 @@ With a different number of replicas, the partition is drawn anew.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class Partition:
         whole = self.class_sizes / self.class_sizes.sum()
         return float(np.abs(shares - whole).sum(axis=1).mean() / 2)
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, object]:
         """Numbers for summary.json."""
         return {
             "name": "dirichlet",
@@ -124,7 +125,9 @@ def dirichlet(
     )
 
 
-def for_run(source, *, num_replicas: int, batch_size: int, alpha: float, seed: int) -> Partition:
+def for_run(
+    source: Any, *, num_replicas: int, batch_size: int, alpha: float, seed: int
+) -> Partition:
     """The partition of a run's training records, by `source.labels`.
 
     Args:

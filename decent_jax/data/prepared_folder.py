@@ -12,13 +12,13 @@ import shutil
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import decent_jax
 from decent_jax.data.reading import entries_of, objects_within, one_sentence
 from decent_jax.ground.command_line import check_removable
 from decent_jax.ground.errors import DataError
-from decent_jax.ground.json_files import read_json, write_atomic
+from decent_jax.ground.json_files import Json, read_json, write_atomic
 
 _LOCK = "owner.lock"
 LISTED_FILES = 1000  # a manifest names at most this many inputs
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     format: str  # entry `format` of its manifest, with a version
 
 
-def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
+def read_manifest(folder: str | Path, kind: Kind) -> Json:
     """The manifest of a prepared folder; DataError if there is none or it is of another kind."""
     path = Path(folder) / "manifest.json"
     make = f"`decent-jax prepare {kind.command}`"
@@ -41,10 +41,10 @@ def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
         raise DataError(
             f"{folder}: no manifest.json, so this is no prepared folder; make one with {make}"
         ) from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != kind.format:
+    stored = manifest.get("format") if isinstance(manifest, dict) else None
+    if stored != kind.format:
         raise DataError(
-            f"{path}: the format is {found!r}, expected {kind.format!r}; give a folder that {make}"
+            f"{path}: the format is {stored!r}, expected {kind.format!r}; give a folder that {make}"
             " of this version made"
         )
     return manifest
@@ -60,9 +60,7 @@ def is_whole(folder: str | Path, kind: Kind) -> bool:
         return False
 
 
-def find_or_make(
-    out: Path, find: Callable[[], dict[str, Any] | None], make: Callable[[bool], dict[str, Any]]
-) -> dict[str, Any]:
+def find_or_make(out: Path, find: Callable[[], Json | None], make: Callable[[bool], Json]) -> Json:
     """The manifest returned by `find` or, if that is None, by `make`.
 
     Several processes may do this at the same time: one folder wins, and all return its manifest.
@@ -139,13 +137,13 @@ class Draft:
             self._files[name] = open(self.folder / name, "wb")  # noqa: SIM115
         self._files[name].write(data)
 
-    def close(self, name: str) -> dict[str, Any]:
+    def close(self, name: str) -> Json:
         """Syncs a file to disk; returns its `file` (name), `bytes` and `sha256`."""
         self.append(name, b"")
         self._files[name].close()
         return recorded(self.folder / name)
 
-    def publish(self, entries: dict[str, Any], *packages: str) -> dict[str, Any]:
+    def publish(self, entries: Json, *packages: str) -> Json:
         """Adds `manifest.json` and renames the folder into place; returns the manifest.
 
         Args:
@@ -206,7 +204,7 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def recorded(path: Path) -> dict[str, Any]:
+def recorded(path: Path) -> Json:
     """Syncs a file to disk; returns its `file` (name), `bytes` and `sha256`."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())

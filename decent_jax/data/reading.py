@@ -15,15 +15,16 @@ from typing import IO, Any
 from decent_jax.ground import extras
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes
+from decent_jax.ground.json_files import Json
 
 
-def as_paths(given: str | Path | Iterable[str | Path]) -> list[Path]:
+def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """One path or several as a list."""
-    return [Path(given)] if isinstance(given, str | Path) else [Path(path) for path in given]
+    return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
 
 
 def files_below(
-    folder: str | Path, reads: Callable[[str], Any], left_out: Counter[str]
+    folder: str | Path, reads: Callable[[str], object], left_out: Counter[str]
 ) -> Iterator[str]:
     """The files of a folder and its subfolders that ``reads(name)`` says are read.
 
@@ -43,12 +44,12 @@ def files_below(
     seen = {os.path.realpath(folder)}
     for here, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         hidden = [name for name in folders if name.startswith(".")]
-        found = {}
+        below = {}
         for name in sorted(set(folders).difference(hidden)):
             if (real := os.path.realpath(os.path.join(here, name))) not in seen:
                 seen.add(real)
-                found[name] = real
-        folders[:] = found
+                below[name] = real
+        folders[:] = below
         left_out.update({"hidden": len(hidden)} if hidden else {})
         for name in sorted(files):
             path = os.path.join(here, name)
@@ -110,7 +111,7 @@ def entries_of(path: str | Path, otherwise: str) -> Iterator[None]:
         raise DataError(f"{path}: {otherwise}") from None
 
 
-def objects_within(tree: Any) -> Iterator[dict[str, Any]]:
+def objects_within(tree: object) -> Iterator[Json]:
     """The objects within what a JSON file holds, the outermost first."""
     if isinstance(tree, dict):
         yield tree
@@ -143,7 +144,7 @@ def _open_zst(raw: IO[bytes]) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
 
 
-_OPEN: dict[str, Callable[[Any], Any]] = {
+_OPEN: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,

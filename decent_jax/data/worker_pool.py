@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.progress import progress_bar
@@ -25,7 +25,7 @@ SMALL_BYTES = 8 << 20  # starting workers takes longer than working on less than
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_work: Callable[[Any], Any]  # in a worker process: what it was started for
+_work: Callable[..., object]  # in a worker process: what it was started for
 
 
 def how_many(workers: int | None, *, small: bool) -> int:
@@ -70,10 +70,10 @@ def encode(
       progress: show the bar, on stderr, with the words `desc`.
     """
     with (
-        results(work, tasks, workers) as found,
+        results(work, tasks, workers) as pairs,
         progress_bar(total, progress, desc=desc, unit=unit, unit_scale=unit == "B") as bar,
     ):
-        for task, result in found:
+        for task, result in pairs:
             bar.update(add(task, result))
 
 
@@ -113,7 +113,7 @@ def results(
 
 def _in_order(
     pool: ProcessPoolExecutor, tasks: Iterable[Task], ahead: int
-) -> Iterator[tuple[Task, Any]]:
+) -> Iterator[tuple[Task, Result]]:
     pending = collections.deque()
     for task in tasks:
         pending.append((task, pool.submit(_call, task)))
@@ -124,14 +124,14 @@ def _in_order(
         yield task, future.result()
 
 
-def _start(work: Callable[[Any], Any]) -> None:
+def _start(work: Callable[[Task], Result]) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     of_its_parent()
 
 
-def _call(task: Any) -> Any:
+def _call(task: object) -> object:
     return _work(task)
 
 
@@ -162,7 +162,7 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def handled(number: int, handler: Any) -> Iterator[None]:
+def handled(number: int, handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
     """Context in which a signal has another handler, as it has in processes that start there."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers

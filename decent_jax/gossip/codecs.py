@@ -43,7 +43,7 @@ class Codec:
 
     seed: int = 0
 
-    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
+    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Array:
         """The random numbers for `encode` of an array of this shape; None: none.
 
         Args:
@@ -53,7 +53,7 @@ class Codec:
         """
         return None
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
+    def encode(self, x: Array, noise: Array = None) -> Parts:
         """The arrays that are sent for ``x``."""
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
 class BFloat16(Codec):
     """The nearest bfloat16, as its bits: XLA's CPU would send a float32 for each bfloat16."""
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
+    def encode(self, x: Array, noise: Array = None) -> Parts:
         return (x.astype(jnp.bfloat16).view(np.uint16),)
 
     def decode(self, parts: Parts, like: Array) -> Array:
@@ -100,10 +100,10 @@ class Int8(Codec):
     seed: int = 0
     largest: ClassVar[int] = 127  # code
 
-    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Any:
+    def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Array:
         return _uniform(key, shape)
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
+    def encode(self, x: Array, noise: Array = None) -> Parts:
         scaled, scale = _by_rows(x, self.largest)
         codes = _rounded(scaled, noise)
         return codes.clip(-self.largest, self.largest).astype(np.int8), scale
@@ -119,7 +119,7 @@ class Int4(Int8):
 
     largest: ClassVar[int] = 7
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
+    def encode(self, x: Array, noise: Array = None) -> Parts:
         codes, scale = super().encode(x, noise)
         xp, codes = _namespace(x), codes.reshape(codes.shape or (1,))
         codes = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
@@ -162,18 +162,18 @@ class Lattice(Codec):
     """
 
     bits: int = 8
-    side: Any = 1.0
+    side: Array = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
             raise ValueError(f"bits of a lattice must be from 1 to 16, got {self.bits}")
 
     @property
-    def reach(self) -> Any:
+    def reach(self) -> Array:
         """The largest difference that `decode` always recovers."""
         return self.side * (2**self.bits - 1) / 2
 
-    def reaching(self, y: Any, largest: Any) -> "Lattice":
+    def reaching(self, y: Array, largest: Array) -> "Lattice":
         """The finest lattice for differences up to y, of numbers up to ``largest``.
 
         Its side is at least 2^-21 of the largest number, so that ``x / s`` is exact in float32.
@@ -183,7 +183,7 @@ class Lattice(Codec):
         side = xp.maximum(2 * y / (2**self.bits - 1), least)
         return dataclasses.replace(self, side=side)
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
+    def encode(self, x: Array, noise: Array = None) -> Parts:
         xp = _namespace(x)
         side = xp.asarray(self.side)
         scaled = x.astype(side.dtype) / side
@@ -224,7 +224,7 @@ def named(name: str, seed: int = 0) -> Codec | None:
     return dataclasses.replace(codec, seed=seed) if isinstance(codec, Int8) else codec
 
 
-def _namespace(x: Any) -> ModuleType:
+def _namespace(x: Array) -> ModuleType:
     """The array module (NumPy or jax.numpy) for this array."""
     return jnp if isinstance(x, jax.Array) else np
 
@@ -239,7 +239,7 @@ def _by_rows(x: Array, largest: int) -> tuple[Array, Array]:
     return x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide), scale
 
 
-def _rounded(x: Array, noise: Any) -> Array:
+def _rounded(x: Array, noise: Array) -> Array:
     """Round to integers: stochastically if there is noise, otherwise to nearest."""
     xp = _namespace(x)
     return xp.round(x) if noise is None else xp.floor(x + noise.astype(x.dtype))

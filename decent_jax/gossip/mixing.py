@@ -62,7 +62,7 @@ class Between(NamedTuple):
     arrays: PyTree
 
 
-def number(round: Any) -> Any:
+def number(round: RoundId) -> Any:
     """The static number of a round, an int; None for None.
 
     Raises:
@@ -70,11 +70,11 @@ def number(round: Any) -> Any:
     """
     if round is None:
         return None
-    given = round.round if isinstance(round, Simulated) else round
+    plain = round.round if isinstance(round, Simulated) else round
     try:
-        return operator.index(given)
+        return operator.index(plain)
     except TypeError:  # of jax too, for a traced array
-        what = "a traced array" if isinstance(given, jax.Array) else repr(given)
+        what = "a traced array" if isinstance(plain, jax.Array) else repr(plain)
         raise TypeError(
             f"round must be a Python int, got {what}; make it static in jax.jit: "
             "static_argnames='round' (docs/loop_details.md shows it inside jax.lax.scan)"
@@ -169,7 +169,7 @@ def mix(
     return put_back(mixed)
 
 
-def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[Any]], PyTree]]:
+def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], PyTree]]:
     """The arrays of a tree to mix, and a function that replaces them.
 
     Empty arrays are left out and do not change.
@@ -187,7 +187,7 @@ def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Py
             )
     leaves = [leaf for _, leaf in paths]
 
-    def put_back(mixed: Iterable[Any]) -> PyTree:
+    def put_back(mixed: Iterable[jax.Array]) -> PyTree:
         new = iter(mixed)
         return structure.unflatten([next(new) if jnp.size(x) else x for x in leaves])
 
@@ -228,7 +228,7 @@ def on_mesh(
 
     split, manual = P(devices), set(devices)
 
-    def mapped(*stacked: PyTree, **same_for_all: Any) -> PyTree:
+    def mapped(*stacked: PyTree, **same_for_all: PyTree) -> PyTree:
         def body(*own: PyTree) -> PyTree:
             rows = len(jax.tree.leaves(own)[0])
             if block is None and rows > 1:
@@ -379,8 +379,8 @@ def mean_coded(
             values = codec.decode(part, x).astype(wide)
             return None, jnp.linalg.norm(values)  # pyright: ignore[reportUnknownVariableType]
 
-        def add(total: jax.Array, given: tuple[Parts, jax.Array]) -> tuple[jax.Array, None]:
-            part, factor = given
+        def add(total: jax.Array, message: tuple[Parts, jax.Array]) -> tuple[jax.Array, None]:
+            part, factor = message
             return total + factor * codec.decode(part, x).astype(wide), None
 
         factors = jnp.ones(replicas, wide)
@@ -429,8 +429,8 @@ def _mixed_by_matrix(
     if finite is not None:
         flag = axis.lift(finite)
         others = jnp.where(flag, weights, 0).at[i].set(0)
-        kept = weights.sum() - others.sum()
-        weights = jnp.where(finite, others.at[i].set(kept), others / others.sum())
+        own_share = weights.sum() - others.sum()
+        weights = jnp.where(finite, others.at[i].set(own_share), others / others.sum())
 
     def mix_leaf(leaf: jax.Array) -> jax.Array:
         wide = permute.at_least_float32(leaf)

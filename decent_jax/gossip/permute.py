@@ -8,7 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from decent_jax.topology import Round, Schedule, Send
 
 AxisName = str | Sequence[str]
 Tree = TypeVar("Tree")
+Weight = float | jax.Array  # equal on all replicas, or (block,)
 SMALL = 64 * 1024  # bytes; arrays below it travel together
 
 
@@ -164,7 +165,7 @@ def nth(rows: jax.Array, row: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(rows, row, keepdims=False)  # pyright: ignore
 
 
-def pad(x: jax.Array, widths: Any) -> jax.Array:
+def pad(x: jax.Array, widths: tuple[int, int] | Sequence[tuple[int, int]]) -> jax.Array:
     """``jnp.pad``, with zeros."""
     return jnp.pad(x, widths)  # pyright: ignore[reportUnknownMemberType]
 
@@ -245,7 +246,7 @@ def together(
     return [moved[k] for k in range(len(arrays))]
 
 
-def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> list[Any]:
+def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> list[Weight]:
     """Weights of the own row and of each send: a float if equal on all replicas, or (block,).
 
     Args:
@@ -260,27 +261,27 @@ def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> lis
             float(weights[0]) if np.ptp(weights) == 0 else axis.rows(weights)
             for weights in per_replica
         ]
-    own, *given = (axis.rows(weights) for weights in per_replica)
-    if not given:
+    own, *others = (axis.rows(weights) for weights in per_replica)
+    if not others:
         return [jnp.where(finite, own, jnp.nan)]
     arrived = jnp.stack([receive(finite, send, axis) for send in rnd.sends])
-    weights = jnp.stack(given)
-    kept = jnp.where(arrived, weights, 0)
+    weights = jnp.stack(others)
+    sound = jnp.where(arrived, weights, 0)
     lost = jnp.where(arrived, 0, weights).sum(axis=0)
-    total = kept.sum(axis=0)
+    total = sound.sum(axis=0)
     # 0 / 0: no sender is finite, so the replica stays NaN and is ignored by its receivers.
     own = jnp.where(finite, own + lost, total / total * 0)
-    return [own, *jnp.where(finite[None], kept, kept / total[None])]
+    return [own, *jnp.where(finite[None], sound, sound / total[None])]
 
 
-def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence[Any], guarded: bool) -> jax.Array:
+def weighted_sum(blocks: Sequence[jax.Array], weights: list[Weight], guarded: bool) -> jax.Array:
     """``sum_k weights[k] * blocks[k]``; if guarded, a weight of 0 adds 0, not 0 * NaN.
 
     Summed in float32 at least: in bfloat16, three weights of 1/3 sum to 1.002.
     """
     total, wide = None, at_least_float32(blocks[0])
     for rows, weight in zip(blocks, weights, strict=True):
-        if not isinstance(weight, float):
+        if not isinstance(weight, float | int):
             weight = expand(weight, rows)
         term = jnp.asarray(weight, wide) * rows.astype(wide)
         if guarded:

@@ -11,7 +11,6 @@ parameters would never be sent.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ class TopK(Codec):
 
     fraction: float
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
+    def encode(self, x: Array, noise: Array = None) -> Parts:
         flat = x.reshape(-1)
         _, places = jax.lax.top_k(jnp.abs(flat), _kept(self.fraction, flat.size))
         return flat[places], places.astype(jnp.int32)
@@ -60,10 +59,10 @@ class ChunkedTopK(Codec):
         if self.bits not in (2, 32):
             raise ValueError(f"bits must be 2 or 32 (not quantized), got {self.bits}")
 
-    def encode(self, x: Array, noise: Any = None) -> Parts:
-        count, width, kept = self._sizes(x.size)
+    def encode(self, x: Array, noise: Array = None) -> Parts:
+        count, width, count_sent = self._sizes(x.size)
         chunks = pad(x.reshape(-1), (0, count * width - x.size)).reshape(count, width)
-        _, places = jax.lax.top_k(jnp.abs(chunks), kept)
+        _, places = jax.lax.top_k(jnp.abs(chunks), count_sent)
         values = jnp.take_along_axis(chunks, places, axis=1)
         packed = _pack(places, _bits_for(width))
         if self.bits == 32:
@@ -76,11 +75,11 @@ class ChunkedTopK(Codec):
         return _pack(codes, 2), packed, jax.lax.bitcast_convert_type(scales, jnp.uint16)
 
     def decode(self, parts: Parts, like: Array) -> Array:
-        count, width, kept = self._sizes(like.size)
-        places = _unpack(parts[1], _bits_for(width), kept)
+        count, width, count_sent = self._sizes(like.size)
+        places = _unpack(parts[1], _bits_for(width), count_sent)
         values = parts[0]
         if self.bits == 2:
-            codes = _unpack(parts[0], 2, kept)
+            codes = _unpack(parts[0], 2, count_sent)
             scales = jax.lax.bitcast_convert_type(parts[2], jnp.bfloat16).astype(like.dtype)
             size = jnp.where(codes % 2 == 1, scales[:, :1], scales[:, 1:])
             values = jnp.where(codes >= 2, -size, size)

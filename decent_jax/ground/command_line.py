@@ -18,9 +18,9 @@ from decent_jax.ground.json_files import check_regular
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError for a wrong flag; a command then refuses it in one short sentence."""
 
-    def __init__(self, prog: str, **given):
+    def __init__(self, prog: str, **options):
         form = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, **{"formatter_class": form, "allow_abbrev": False} | given)
+        super().__init__(prog, **{"formatter_class": form, "allow_abbrev": False} | options)
         self._fields: dict[str, Any] = {}
 
     def add_fields(self, table: Mapping[str, Any]) -> None:
@@ -30,12 +30,12 @@ class Parser(argparse.ArgumentParser):
             kind, about = type(field.default), f"{field.doc} (default: {field.default})"
             self.add_argument(f"--{name}", type=kind, default=field.default, help=about)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in `argparse`; raises ConfigError for a value out of bounds."""
-        found, rest = super().parse_known_args(args, namespace)
+        known, rest = super().parse_known_args(args, namespace)
         for name, field in self._fields.items():
-            field.check(f"--{name}", getattr(found, name))
-        return found, rest
+            field.check(f"--{name}", getattr(known, name))
+        return known, rest
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ({self.prog} --help shows how)")
@@ -49,7 +49,7 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
     def decorated(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
-        def called(*arguments: Any, **options: Any) -> int:
+        def called(*arguments: object, **options: object) -> int:
             try:
                 return main(*arguments, **options)
             except BrokenPipeError:  # broken pipe; see `console`
@@ -97,11 +97,11 @@ def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
     ['ring', 'runlocal']
     """
     names = arguments.split(",")
-    found = [[name for name in names if name and name in kind] for kind in kinds]
-    if sum(map(len, found)) < len(names) or max(map(len, found)) > 1:
+    matches = [[name for name in names if name and name in kind] for kind in kinds]
+    if sum(map(len, matches)) < len(names) or max(map(len, matches)) > 1:
         known = "; ".join(", ".join(filter(None, kind)) for kind in kinds)
         raise ConfigError.about("--config FILE:ARGUMENTS", arguments, f"takes one each of {known}")
-    return [of[0] if of else kind[0] for of, kind in zip(found, kinds, strict=True)]
+    return [of[0] if of else kind[0] for of, kind in zip(matches, kinds, strict=True)]
 
 
 # --- Files that a command writes ------------------------------------------------------------------

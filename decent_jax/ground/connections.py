@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from decent_jax.ground.pytree import PyTree
+
 Address = tuple[str, int]  # IP address and port
 
 HANDSHAKE_S = 10.0  # for both proofs together
@@ -196,7 +198,7 @@ class NoMessage(OSError):
     """The other side sent something that is not a message of this program."""
 
 
-def send(connection: Connection, header: Any, value: Any = None) -> None:
+def send(connection: Connection, header: object, value: PyTree = None) -> None:
     """Send a JSON header and a value: None or arrays, in tuples, lists and dicts.
 
     Raises:
@@ -210,7 +212,7 @@ def send(connection: Connection, header: Any, value: Any = None) -> None:
         connection.send_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def receive(connection: Connection) -> tuple[Any, Any]:
+def receive(connection: Connection) -> tuple[Any, PyTree]:
     """The header and the value of the next message; lists arrive as tuples, arrays are read-only.
 
     Raises:
@@ -229,22 +231,22 @@ def receive(connection: Connection) -> tuple[Any, Any]:
         raise NoMessage(f"no message of this program: {type(error).__name__}") from None
 
 
-def _form(value: Any, arrays: list[np.ndarray]) -> Any:
+def _form(value: PyTree, arrays: list[np.ndarray]) -> PyTree:
     """The value with each array replaced by its index in ``arrays``, to which it is added."""
     if value is None:
         return None
     if isinstance(value, dict):
-        return {key: _form(one, arrays) for key, one in value.items()}
+        return {key: _form(item, arrays) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_form(one, arrays) for one in value]
+        return [_form(item, arrays) for item in value]
     arrays.append(np.asarray(value))
     return len(arrays) - 1
 
 
-def _value(form: Any, arrays: list[np.ndarray]) -> Any:
+def _value(form: PyTree, arrays: list[np.ndarray]) -> PyTree:
     """The value of a form."""
     if isinstance(form, dict):
-        return {key: _value(one, arrays) for key, one in form.items()}
+        return {key: _value(item, arrays) for key, item in form.items()}
     if isinstance(form, list):
-        return tuple(_value(one, arrays) for one in form)
+        return tuple(_value(item, arrays) for item in form)
     return None if form is None else arrays[form]

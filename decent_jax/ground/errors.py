@@ -1,7 +1,8 @@
 """The errors that refuse a run or end it early.
 
-Their messages are for a terminal: one line of at most ``longest`` characters. In a longer one,
-which quotes a long value or path, long words lose their middle; control characters are escaped.
+Their messages are for a terminal: one line of at most ``longest`` characters. Messages that would
+be longer, because they quote a long value or path, are cut in the middle of their longest words.
+Control characters are escaped.
 """
 
 import contextlib
@@ -47,8 +48,8 @@ class ConfigError(_Sentence, ValueError):
     @classmethod
     def about(cls, field: str, value: object, why: str) -> "ConfigError":
         """The sentence ``FIELD WHY, got VALUE``, the form of most refusals."""
-        given = shorten(str(value), 120) if isinstance(value, Path) else shown(value)
-        return cls(f"{field} {why}, got {given}", field=field, value=value)
+        printed = shorten(str(value), 120) if isinstance(value, Path) else shown(value)
+        return cls(f"{field} {why}, got {printed}", field=field, value=value)
 
 
 class DataError(_Sentence, ValueError):

@@ -6,7 +6,6 @@ import importlib.util
 import platform
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
@@ -90,6 +89,6 @@ def module_named(path: str, field: str) -> ModuleType:
         ) from error
 
 
-def same_name(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
+def same_name(function: Callable[..., object], other: Callable[..., object]) -> bool:
     """Whether both have the same name and module, for example after a notebook cell reruns."""
     return (function.__module__, function.__qualname__) == (other.__module__, other.__qualname__)

@@ -22,7 +22,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,9 +30,10 @@ from ml_collections import ConfigDict, FieldReference
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import Json
 
 # The largest value of a field that has no bound of its own.
-LARGEST = {int: 2**31 - 1, float: 1e15}
+LARGEST: dict[type, int | float] = {int: 2**31 - 1, float: 1e15}
 _SMALLEST = 1.2e-38  # which float32 distinguishes from 0
 _NOT_TOO_SMALL = f"be 0, or at least {_SMALLEST} in size, as float32 holds it"
 _LONGEST_TEXT = 4096  # characters; the longest path of file systems
@@ -54,17 +55,17 @@ class Field:
       may_change: whether a resumed run may have a different value.
     """
 
-    default: Any
+    default: int | float | str | bool
     doc: str
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
     below: float | None = None
-    choices: Sequence[Any] | None = None
+    choices: Sequence[object] | None = None
     duration: bool = False
     may_change: bool = False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """Raises ConfigError if ``value`` has the wrong type or is out of bounds."""
         if self.duration:
             parse_duration(name, value)
@@ -86,14 +87,14 @@ class Field:
         """Its bounds, and whether a resumed run may change it, as text; "" for neither."""
         bounds = [("at least", self.at_least), ("at most", self.at_most)]
         bounds += [("above", self.above), ("below", self.below)]
-        found = [f"{words} {bound:,}" for words, bound in bounds if bound is not None]
+        words = [f"{label} {bound:,}" for label, bound in bounds if bound is not None]
         if self.choices is not None:
-            found = [", ".join(map(repr, self.choices))]
+            words = [", ".join(map(repr, self.choices))]
         if self.duration:
-            found = ['steps, "2 epochs" or "5%"']
-        return "; ".join(found + ["a resumed run may change it"] * self.may_change)
+            words = ['steps, "2 epochs" or "5%"']
+        return "; ".join(words + ["a resumed run may change it"] * self.may_change)
 
-    def _missed(self, value: Any) -> str | None:
+    def _missed(self, value: object) -> str | None:
         """The bound that a value of the right type violates, as text."""
         if isinstance(value, str):
             long = len(value) > _LONGEST_TEXT
@@ -147,26 +148,26 @@ def size_of_preset(doc: str, at_most: int = 2**16) -> Any:
 
 def table(kind: type, prefix: str = "") -> dict[str, Field]:
     """Every field of a section and of the sections in it, by its dotted name."""
-    found: dict[str, Field] = {}
+    fields: dict[str, Field] = {}
     for item in dataclasses.fields(kind):
         inner = item.metadata.get("section")
         if inner is None:
-            found[prefix + item.name] = item.metadata["field"]
+            fields[prefix + item.name] = item.metadata["field"]
         else:
-            found |= table(inner, f"{prefix}{item.name}.")
-    return found
+            fields |= table(inner, f"{prefix}{item.name}.")
+    return fields
 
 
-def build(kind: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+def build(kind: type[Section], values: Json, prefix: str = "") -> Section:
     """The section with these values, by their dotted names."""
-    given: dict[str, Any] = {}
+    arguments: Json = {}
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         name, inner = prefix + item.name, item.metadata.get("section")
-        given[item.name] = values[name] if inner is None else build(inner, values, f"{name}.")
-    return kind(**given)
+        arguments[item.name] = values[name] if inner is None else build(inner, values, f"{name}.")
+    return kind(**arguments)
 
 
-def value_of(config: Any, name: str) -> Any:
+def value_of(config: object, name: str) -> Any:
     """The value of the field with this dotted name."""
     return functools.reduce(getattr, name.split("."), config)
 
@@ -188,7 +189,7 @@ def defaults(table: Mapping[str, Field]) -> ConfigDict:
     return config
 
 
-def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
+def check(table: Mapping[str, Field], values: Json) -> None:
     """Check flat ``values`` against a table: the same names, and every value within bounds.
 
     Raises:
@@ -226,7 +227,7 @@ def parse(field: Field, name: str, text: str) -> Any:
     return value
 
 
-def unknown_field(name: str, known: Mapping[str, Any]) -> str:
+def unknown_field(name: str, known: Iterable[str]) -> str:
     """The error message for an unknown field."""
     own = [other for other in known if other.startswith(f"{name}.")]
     if own:
@@ -236,7 +237,7 @@ def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     return f"the config has no field {shown(name)}{hint}"
 
 
-def parse_duration(name: str, value: int | str) -> tuple[float, str]:
+def parse_duration(name: str, value: object) -> tuple[float, str]:
     """(number, unit) of a duration; the unit is "step", "epoch" or "%"."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         number, unit = value, "step"
@@ -261,18 +262,18 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
     return max(round(number * scale), 1) if number > 0 else 0
 
 
-def check_rules(config: Any, *rules: tuple[object, str, str]) -> None:
+def check_rules(config: object, *rules: tuple[object, str, str]) -> None:
     """Check that fields are compatible: each rule is ``(holds, field, requirement)``.
 
     Raises:
       ConfigError: about the first field whose rule does not hold.
     """
-    for kept, name, wanted in rules:
-        if not kept:
+    for holds, name, wanted in rules:
+        if not holds:
             raise ConfigError.about(name, value_of(config, name), wanted)
 
 
-def check_allowed(config: Any, allowed: Mapping[str, Sequence[Any]]) -> None:
+def check_allowed(config: Any, allowed: Mapping[str, Sequence[object]]) -> None:
     """Check that fields have values, {field: values}, that the config's ``trainer`` supports.
 
     Raises:

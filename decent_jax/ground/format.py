@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 
-def format_number(value, digits=3):
+def format_number(value: float, digits: int = 3) -> str:
     """A readable number with about this many significant digits.
 
     >>> [format_number(v) for v in (0, 7, 7.0, 0.01234, 999.7, 81234.0, 124_440_000)]
@@ -21,7 +21,7 @@ def format_number(value, digits=3):
     return f"{value / 1000**power:#.{digits}g}".rstrip(".") + ("", "k", "M", "G", "T")[power]
 
 
-def format_bytes(value):
+def format_bytes(value: float) -> str:
     """A number of bytes in megabytes, or in gigabytes from a thousand megabytes on.
 
     >>> format_bytes(674_000), format_bytes(1.99e9), format_bytes(1e12)
@@ -33,7 +33,7 @@ def format_bytes(value):
     return f"{format_number(value / 1e6)} MB"
 
 
-def format_duration(seconds):
+def format_duration(seconds: float) -> str:
     """A readable duration.
 
     >>> format_duration(0.04), format_duration(4.21), format_duration(125), format_duration(7260)

@@ -6,11 +6,14 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from decent_jax.ground.errors import DataError
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object: its values are numbers, strings, booleans, lists and objects."""
 
 MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader says otherwise
 _RECORD_BYTES = 512  # of a file that `overwrite_json` writes
@@ -59,17 +62,17 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
         raise DataError(f"{path}: {otherwise}") from None
 
 
-def is_whole(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:
+def is_whole(value: object, least: int = 0, most: int = 2**31 - 1) -> TypeGuard[int]:
     """Whether an entry of a file is an integer within these bounds."""
     return type(value) is int and least <= value <= most
 
 
-def is_real(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+def is_real(value: Any, least: float = -math.inf, below: float = math.inf) -> TypeGuard[float]:
     """Whether an entry of a file is a number within these bounds and not absurdly large."""
     return type(value) in (int, float) and least <= value < below and abs(value) < 1e300
 
 
-def write_json_atomic(path, obj):
+def write_json_atomic(path: str | Path, obj: object) -> None:
     """Write `obj` as readable JSON, atomically: a reader sees the old file or the complete new one.
 
     NumPy and JAX numbers, tuples and paths are accepted; non-finite numbers become strings, as in
@@ -79,7 +82,7 @@ def write_json_atomic(path, obj):
     write_atomic(Path(path), text.encode())
 
 
-def plain(obj):
+def plain(obj: Any) -> Any:
     """`obj` in the types that JSON has."""
     if isinstance(obj, dict):
         return {str(key): plain(value) for key, value in obj.items()}
@@ -94,7 +97,7 @@ def plain(obj):
     return obj
 
 
-def write_atomic(path, data):
+def write_atomic(path: Path, data: bytes) -> None:
     """Write the bytes `data` next to `path`, sync them to disk, then rename them into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -107,7 +110,7 @@ def write_atomic(path, data):
         temporary.unlink(missing_ok=True)
 
 
-def overwrite_json(path: Path, entries: Any) -> None:
+def overwrite_json(path: Path, entries: object) -> None:
     """Overwrite a small JSON file, without waiting for the disk.
 
     All versions are `_RECORD_BYTES` long, so one system call replaces one with another: a reader
@@ -120,7 +123,7 @@ def overwrite_json(path: Path, entries: Any) -> None:
         os.close(file)
 
 
-def flat(tree, prefix=""):
+def flat(tree: Any, prefix: str = "") -> Json:
     """Nested dicts, ConfigDicts or dataclasses as a flat dict: ``{"model.layers": 12, ...}``."""
     result = {}
     items = vars(tree).items() if dataclasses.is_dataclass(tree) else tree.items()

@@ -5,13 +5,12 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import printable, shorten
-from decent_jax.ground.json_files import flat, read_bytes, read_text
+from decent_jax.ground.json_files import Json, flat, read_bytes, read_text
 
 METRICS = "metrics.jsonl"
 LOCK = ".lock"  # names its owner
@@ -46,8 +45,8 @@ class RunFolder:
     """
 
     path: Path
-    rows: list[dict[str, Any]]
-    config: dict[str, Any]
+    rows: list[Json]
+    config: Json
     label: str = ""
     bytes_sent_per_step: float | None = None
 
@@ -104,16 +103,16 @@ def load_run(path: str | Path) -> RunFolder:
     return RunFolder(folder, rows, config, bytes_sent_per_step=sent if is_number else None)
 
 
-def entries(path: Path) -> dict[str, Any]:
+def entries(path: Path) -> Json:
     """The contents of a JSON file, flat; empty if it is missing, damaged or something else."""
     try:
-        found = flat(json.loads(read_text(path)))
-        return {name: value for name, value in found.items() if not isinstance(value, list)}
+        values = flat(json.loads(read_text(path)))
+        return {name: value for name, value in values.items() if not isinstance(value, list)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 
-def read_metrics(path: str | Path) -> list[dict]:
+def read_metrics(path: str | Path) -> list[Json]:
     """The rows of a metrics file (or of a run directory), as a list of dicts.
 
     A truncated last line from a killed process is ignored.

@@ -8,7 +8,6 @@ rest.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import optax
 from flax import nnx
 
 from decent_jax.models import pieces
+from decent_jax.models.pieces import Params
 from decent_jax.models.resnet import BatchNorm, Conv
 
 PATCH = 2  # pixels, sides of what is whitened
@@ -174,7 +174,7 @@ def optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
 
         return jax.tree.map(change, updates, params)
 
-    by_kind: dict[Any, optax.GradientTransformation] = {
+    by_kind: dict[str, optax.GradientTransformation] = {
         "filters": optax.chain(
             muon, optax.scale_by_learning_rate(learning_rate), optax.stateless(rescaled)
         ),
@@ -186,7 +186,7 @@ def optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.partition(by_kind, _kinds)
 
 
-def _kinds(params: Any) -> Any:
+def _kinds(params: Params) -> Params:
     known = {"fc": {"kernel": "head"}, "whiten": {"kernel": "frozen", "bias": "after whitening"}}
     others = {name: part for name, part in params.items() if name not in known}
     return known | jax.tree.map(lambda x: "filters" if x.ndim == 4 else "biases", others)

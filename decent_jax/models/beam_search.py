@@ -177,22 +177,22 @@ class _Decoder:
         # queries to one memory, which therefore needs no copy per hypothesis.
         x = self.model.embed(last, jnp.full(last.shape[1], step))
         new_cache = []
-        for layer, kept, memory in zip(self.layers, cache, self.memories, strict=True):
-            attend_self = functools.partial(_attend_cache, layer, step, kept, new_cache)
+        for layer, past, memory in zip(self.layers, cache, self.memories, strict=True):
+            attend_self = functools.partial(_attend_cache, layer, step, past, new_cache)
             attend_memory = functools.partial(_attend_memory, layer, memory, self.lengths)
             x = layer.through(x, attend_self, attend_memory)
         log_probs = jax.nn.log_softmax(self.model.logits(x).astype(jnp.float32), axis=-1)
         return log_probs.at[:, :, jnp.array([PAD, START])].set(-jnp.inf), new_cache
 
 
-def _attend_cache(layer, step, kept, new_cache, h, rng):
+def _attend_cache(layer, step, past, new_cache, h, rng):
     """Self-attention of ``h`` ``(B, beam, width)``, each row to its own past; the keys and values
     with its own are appended to ``new_cache``."""
     attention = layer.self_attention
     new_cache.append(
         tuple(
             lax.dynamic_update_slice_in_dim(old, new[:, :, None], step, axis=2)
-            for old, new in zip(kept, attention.keys_values(h), strict=True)
+            for old, new in zip(past, attention.keys_values(h), strict=True)
         )
     )
     keys, values = new_cache[-1]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 
 from decent_jax import cpu
 from decent_jax.models import pieces
-from decent_jax.models.pieces import attention, dropout, fold_in, layer_norm, remat_call
+from decent_jax.models.pieces import Config, attention, dropout, fold_in, layer_norm, remat_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GPT2(nnx.Module):
       start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` is all of them.
     """
 
-    def __init__(self, config: Any, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None):
         self.config = config
         self.start, self.stop = start, config.layers if stop is None else stop
         is_last = self.stop == config.layers
@@ -160,7 +160,9 @@ class GPT2(nnx.Module):
 class DecoderBlock(nnx.Module):
     """``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
 
-    def __init__(self, config: Any, rngs: nnx.Rngs, norm: Any, attention: Any, mlp: Any):
+    def __init__(
+        self, config: Config, rngs: nnx.Rngs, norm: Callable, attention: Callable, mlp: Callable
+    ):
         self.dropout = config.dropout
         self.ln_1 = norm(config, rngs)
         self.attn = attention(config, rngs)
@@ -177,7 +179,7 @@ class DecoderBlock(nnx.Module):
 class CausalAttention(nnx.Module):
     """Causal self-attention, queries, keys and values from one matrix."""
 
-    def __init__(self, config: Any, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
         self.c_attn = linear(config, config.width, 3 * config.width, rngs)
         self.c_proj = linear(config, config.width, config.width, rngs, residual=True)
@@ -215,7 +217,7 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def linear(
-    config: Any, inputs: int, outputs: int, rngs: nnx.Rngs, residual: bool = False
+    config: Config, inputs: int, outputs: int, rngs: nnx.Rngs, residual: bool = False
 ) -> nnx.Linear:
     """A linear layer; one that writes into the residual stream has smaller initial weights."""
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
@@ -223,7 +225,7 @@ def linear(
     return nnx.Linear(inputs, outputs, use_bias=config.bias, rngs=rngs, **options)
 
 
-def table(config: Any, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+def table(config: Config, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     """An embedding: ``rows`` hidden vectors."""
     normal = nnx.initializers.normal(config.init_std)
     return nnx.Embed(rows, config.width, embedding_init=normal, rngs=rngs)

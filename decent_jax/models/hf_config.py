@@ -3,10 +3,9 @@ from which a run starts."""
 
 import os
 from pathlib import Path
-from typing import Any
 
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import read_json
+from decent_jax.ground.json_files import Json, read_json
 from decent_jax.models import decoders
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
@@ -96,7 +95,7 @@ SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
 # --- Published weights ----------------------------------------------------------------------------
 
 # The defaults of `transformers` for missing keys of a config.json.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, Json] = {
     "gpt2": {
         **{"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
         **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
@@ -157,9 +156,9 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     otherwise = f"describes no {kind!r} of transformers; fetch it again, or take it away"
     said = read_json(path, otherwise)
     if not isinstance(said, dict) or said.get("model_type") != kind:
-        found = said.get("model_type") if isinstance(said, dict) else None
+        named = said.get("model_type") if isinstance(said, dict) else None
         raise ValueError(
-            f"{path} says model_type {shown(found)}, and this run's model is a {kind!r}"
+            f"{path} says model_type {shown(named)}, and this run's model is a {kind!r}"
         )
     wanted = _complete(kind, wanted)
     try:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 Params = dict[str, Any]  # nested, of arrays
+Config = Any  # GPT2Config and others, in modules that import this one
 
 _LAYER_NORM_EPSILON = 1e-5
 
@@ -18,14 +19,14 @@ _LAYER_NORM_EPSILON = 1e-5
 # --- Checks of a config ---------------------------------------------------------------------------
 
 
-def check(config: Any) -> None:
+def check(config: Config) -> None:
     """Raises ValueError if ``heads`` does not divide ``width``, or float64 is not enabled."""
     if config.width % config.heads:
         raise ValueError(f"width {config.width} is not divisible by heads {config.heads}")
     check_dtype(config)
 
 
-def check_dtype(config: Any) -> None:
+def check_dtype(config: Config) -> None:
     """Raises ValueError if activations are float64 and float64 is not enabled."""
     if config.dtype == "float64" and not jax.config.values["jax_enable_x64"]:
         raise ValueError("dtype float64 needs the variable JAX_ENABLE_X64=1; use float32")
@@ -34,23 +35,23 @@ def check_dtype(config: Any) -> None:
 # --- The functional adapter -----------------------------------------------------------------------
 
 
-def init(module: Callable[..., Any], config: Any, key: jax.Array) -> Params:
+def init(module: Callable[..., nnx.Module], config: Config, key: jax.Array) -> Params:
     """The initial parameters of ``module(config)``, drawn with ``key``."""
     return nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key)), nnx.Param))
 
 
-def merge(module: Callable[..., Any], config: Any, *states: Params) -> Any:
+def merge(module: Callable[..., nnx.Module], config: Config, *states: Params) -> Any:
     """The module around its parameters (and statistics); to be used within one trace."""
     return nnx.merge(_abstract(module, config)[0], *map(nnx.State, states), copy=True)
 
 
-def shapes(module: Callable[..., Any], config: Any, kind: Any = nnx.Param) -> Params:
+def shapes(module: Callable[..., nnx.Module], config: Config, kind: type = nnx.Param) -> Params:
     """Shapes and dtypes of the parameters, or of another kind of variable; computes nothing."""
     return nnx.to_pure_dict(nnx.filter_state(_abstract(module, config)[1], kind))
 
 
 @functools.cache
-def _abstract(module: Callable[..., Any], config: Any) -> tuple[nnx.GraphDef, Any]:
+def _abstract(module: Callable[..., nnx.Module], config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
 
 
@@ -68,7 +69,7 @@ def decay_mask(params: Params) -> Params:
 
 
 @jax.checkpoint
-def remat_call(layer: Any, *args: Any) -> Any:
+def remat_call(layer: Callable[..., jax.Array], *args: object) -> jax.Array:
     """``layer(*args)``, keeping only ``args`` for the backward pass; works under any transform."""
     return layer(*args)
 
@@ -76,7 +77,7 @@ def remat_call(layer: Any, *args: Any) -> Any:
 # --- Layers ---------------------------------------------------------------------------------------
 
 
-def layer_norm(config: Any, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
+def layer_norm(config: Config, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
     """A LayerNorm over ``config.width``, with statistics in float32."""
     return nnx.LayerNorm(
         config.width,
@@ -101,7 +102,7 @@ def fold_in(rng: jax.Array | None, data: int) -> jax.Array | None:
     return None if rng is None else jax.random.fold_in(rng, data)
 
 
-def implementation(config: Any) -> Any:
+def implementation(config: Config) -> Any:
     """The kernel of `jax.nn.dot_product_attention`: "xla" or "cudnn"."""
     if config.attention != "auto":
         return config.attention
@@ -113,7 +114,7 @@ def implementation(config: Any) -> Any:
 
 
 def attention(
-    config: Any,
+    config: Config,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,

@@ -24,7 +24,7 @@ from flax import nnx
 
 from decent_jax import cpu
 from decent_jax.models import pieces
-from decent_jax.models.pieces import Params
+from decent_jax.models.pieces import Config, Params
 
 Statistics = Params  # of the same form
 
@@ -178,7 +178,13 @@ class Conv(nnx.Module):
     """A convolution without bias, ``(B, H, W, inputs)`` to ``(B, H', W', outputs)``."""
 
     def __init__(
-        self, inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs, draw: Any = _NORMAL
+        self,
+        inputs: int,
+        outputs: int,
+        size: int,
+        stride: int,
+        rngs: nnx.Rngs,
+        draw: Any = _NORMAL,
     ):
         self.stride = stride
         self.kernel = nnx.Param(draw(rngs.params(), (size, size, inputs, outputs), jnp.float32))
@@ -195,7 +201,7 @@ class BatchNorm(nnx.Module):
     variances are larger by a factor of ``m / (m - 1)`` for ``m`` values per channel.
     """
 
-    def __init__(self, config: Any, channels: int, scale: float | None = 1.0):
+    def __init__(self, config: Config, channels: int, scale: float | None = 1.0):
         dtype = _wide(config.dtype)
         self.momentum, self.epsilon = config.momentum, config.epsilon
         self.scale: Any = nnx.data(None)  # 1, and not a parameter
@@ -248,7 +254,7 @@ def _wide(dtype) -> jnp.dtype:
 # A config is a ResNetConfig, or that of `airbench`: its ``network`` is the module.
 
 
-def init(config: Any, key: jax.Array) -> tuple[Params, Statistics]:
+def init(config: Config, key: jax.Array) -> tuple[Params, Statistics]:
     """Initial parameters and statistics: nested dicts of float32 arrays.
 
     Convolutions normal with variance ``2 / (outputs * size**2)`` (He et al., 2015), the last layer
@@ -260,13 +266,15 @@ def init(config: Any, key: jax.Array) -> tuple[Params, Statistics]:
     return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
 
 
-def logits_of(config: Any, params: Params, statistics: Statistics, images: jax.Array) -> jax.Array:
+def logits_of(
+    config: Config, params: Params, statistics: Statistics, images: jax.Array
+) -> jax.Array:
     """Evaluation: ``ResNet.__call__`` with the running statistics; same shapes."""
     return merge(config, params, statistics)(images, train=False)
 
 
 def train_logits(
-    config: Any, params: Params, statistics: Statistics, images: jax.Array
+    config: Config, params: Params, statistics: Statistics, images: jax.Array
 ) -> tuple[jax.Array, Statistics]:
     """Training: the logits with the statistics of the batch, and the new running statistics."""
     model = merge(config, params, statistics)
@@ -274,7 +282,7 @@ def train_logits(
     return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
 
-def batch_moments(config: Any, params: Params, images: jax.Array) -> Statistics:
+def batch_moments(config: Config, params: Params, images: jax.Array) -> Statistics:
     """Moments of the inputs of each batch norm in this batch, to be averaged over batches.
 
     Returns:
@@ -295,7 +303,7 @@ def from_moments(moments: Statistics) -> Statistics:
     )
 
 
-def merge(config: Any, params: Params, statistics: Statistics) -> Any:
+def merge(config: Config, params: Params, statistics: Statistics) -> Any:
     """The module around them; to be used within one trace, as the functions above do."""
     return pieces.merge(config.network, config, params, statistics)
 
@@ -310,7 +318,7 @@ def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
 # --- Arithmetic ---------------------------------------------------------------------------------
 
 
-def num_params(config: Any) -> int:
+def num_params(config: Config) -> int:
     """Number of parameters, without the statistics.
 
     Example:
@@ -320,7 +328,7 @@ def num_params(config: Any) -> int:
     return pieces.count(pieces.shapes(config.network, config))
 
 
-def flops_per_image(config: Any, size: int = 224) -> int:
+def flops_per_image(config: Config, size: int = 224) -> int:
     """Floating-point operations of convolutions and the last layer, forward and backward.
 
     Two operations per multiply-add forward, and four backward.

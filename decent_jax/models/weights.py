@@ -99,16 +99,16 @@ _TRANSFORMER = _Layout(
 _RESNET = _Layout({"conv": "0", "bn": "1"})  # the two modules of a downsample
 
 
-def _tensors(tree: Any, shapes: Any, layout: _Layout) -> dict[str, np.ndarray]:
+def _tensors(tree: Params, shapes: Params, layout: _Layout) -> dict[str, np.ndarray]:
     """The tensors of one model; ValueError if one is missing or has another shape."""
-    given = {layout.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = {layout.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         own = layout.name(path)
-        shape = np.shape(given[own]) if own in given else None
+        shape = np.shape(leaves[own]) if own in leaves else None
         if shape != leaf.shape:
             raise ValueError(f"parameter {own!r} has the shape {shape}, wanted {leaf.shape}")
-        value = layout.turned(path, np.asarray(given[own], np.float32))
+        value = layout.turned(path, np.asarray(leaves[own], np.float32))
         tensors[own] = np.ascontiguousarray(value)
     return tensors
 

@@ -23,14 +23,13 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from decent_jax.ground.errors import Interrupted
-from decent_jax.ground.json_files import check_regular, overwrite_json
+from decent_jax.ground.json_files import Json, check_regular, overwrite_json
 from decent_jax.monitor.goodput_file import CAUSES, FILE, Record, read, shares
 
 _KEPT_EVERY_S = 1.0
@@ -103,10 +102,10 @@ class Clock:
         Later steps in ``last``, the newest record of the run, are lost. The time since ``last`` is
         recovery, unless that session ended cleanly.
         """
-        known = [one for one in (last, saved) if one is not None]
+        known = [record for record in (last, saved) if record is not None]
         if not known:
             return
-        newest = max(known, key=lambda one: one["date"])
+        newest = max(known, key=lambda record: record["date"])
         session = sum(self.spent().values())  # all of it is the start so far
         self._spent |= newest["seconds"]
         for cause in ("steps", "data"):
@@ -141,9 +140,9 @@ class Clock:
 
     def lap(self) -> tuple[float, float]:
         """(seconds, seconds waited for data) of the row that ends here; starts the next."""
-        found = self.of_row(), self.waited
+        times = self.of_row(), self.waited
         self.begin_row()
-        return found
+        return times
 
     def _training(self) -> float:
         spent = self.spent()
@@ -185,7 +184,7 @@ class Ledger:
         self._path, self._clock, self._writes = folder / FILE, clock, writes
         self._due = math.inf  # no record before `resume`
 
-    def resume(self, meta: Mapping[str, Any]) -> None:
+    def resume(self, meta: Json) -> None:
         """Continue from the checkpoint with this ``meta`` (empty: none); write records from now on.
 
         Raises:
@@ -210,7 +209,7 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._due < math.inf:
             with contextlib.suppress(FileNotFoundError):  # the folder was moved away
                 self._write(ended=kind is None or issubclass(kind, Interrupted))
@@ -229,10 +228,10 @@ class Idle:
     def __init__(self, now: Callable[[], float]):
         self._now, self._since = now, -math.inf
         self._begun = self._ended = 0
-        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="idle devices", daemon=True)
 
-    def begin(self, result: Any) -> None:
+    def begin(self, result: object) -> None:
         """A step was dispatched; ``result`` is an array that it computes."""
         self._begun += 1
         self._results.put(result)
@@ -254,12 +253,12 @@ class Idle:
         self._thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._results.put(None)
         self._thread.join(_PATIENCE_S)
 
 
-def summary(clock: Clock) -> dict[str, Any]:
+def summary(clock: Clock) -> Json:
     """The entry of ``summary.json``: goodput, and seconds per category."""
     spent = clock.spent()
     seconds = {cause: round(x, 3) for cause, x in spent.items()}
@@ -302,10 +301,10 @@ PEAKS = (
 _PARTS = {"MIG", "Laptop", "D"}  # GPUs with less than the peak of their name
 
 
-def peak(devices: Iterable[Any]) -> float | None:
+def peak(devices: Iterable[jax.Device]) -> float | None:
     """Total bfloat16 FLOP/s of these `jax.Device`; None if one is not in `PEAKS`."""
-    found = [peak_of(device.device_kind) for device in devices]
-    return None if None in found else math.fsum(filter(None, found))
+    peaks = [peak_of(device.device_kind) for device in devices]
+    return None if None in peaks else math.fsum(filter(None, peaks))
 
 
 def peak_of(kind: str) -> float | None:

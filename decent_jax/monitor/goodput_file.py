@@ -17,26 +17,25 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_duration
-from decent_jax.ground.json_files import check_regular, is_real, read_bytes, read_json
+from decent_jax.ground.json_files import Json, check_regular, is_real, read_bytes, read_json
 
 FILE, INCIDENTS = "goodput.json", "incidents.jsonl"  # of a run directory
 # Categories of wall-clock time besides "steps".
 CAUSES = ("start", "compiling", "data", "evaluation", "checkpoints", "lost", "recovery")
 
-Record = Mapping[str, Any]  # see `decent_jax.monitor.goodput.Clock.record`
+Record = Json  # see `decent_jax.monitor.goodput.Clock.record`
 
 
 def read(path: Path) -> Record | None:
     """The record in a file; None if there is none, or it is damaged."""
     try:
-        found = read_json(path)
-        seconds, date, ended = found["seconds"], found["date"], found["ended"]
+        record = read_json(path)
+        seconds, date, ended = record["seconds"], record["date"], record["ended"]
         whole = set(seconds) == {"steps", *CAUSES} and is_real(date, 0) and type(ended) is bool
-        return found if whole and all(is_real(x, -1) for x in seconds.values()) else None
+        return record if whole and all(is_real(x, -1) for x in seconds.values()) else None
     except (OSError, DataError, KeyError, TypeError, AttributeError):
         return None
 
@@ -44,8 +43,8 @@ def read(path: Path) -> Record | None:
 def shares(spent: Mapping[str, float]) -> dict[str, float]:
     """Fractions of wall-clock time: ``goodput`` for "steps", ``goodput/CAUSE`` for the rest."""
     total = max(sum(spent.values()), 1e-9)
-    found = {f"goodput/{cause}": round(spent[cause] / total, 6) for cause in CAUSES}
-    return {"goodput": round(spent["steps"] / total, 6)} | found
+    others = {f"goodput/{cause}": round(spent[cause] / total, 6) for cause in CAUSES}
+    return {"goodput": round(spent["steps"] / total, 6)} | others
 
 
 def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
@@ -82,10 +81,10 @@ def incidents(folder: str | Path) -> list[tuple[float, str]]:
         lines = read_bytes(Path(folder) / INCIDENTS).splitlines()
     except OSError:
         return []
-    found = []
+    told = []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             entry = json.loads(line)
             if is_real(entry["date"], 0) and isinstance(entry["what"], str):
-                found.append((float(entry["date"]), entry["what"]))
-    return found
+                told.append((float(entry["date"]), entry["what"]))
+    return told

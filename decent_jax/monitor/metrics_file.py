@@ -14,12 +14,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from decent_jax.ground.fields import changeable
-from decent_jax.ground.json_files import plain, write_atomic
+from decent_jax.ground.json_files import Json, plain, write_atomic
 from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.monitor.trackers import Trackers
 
@@ -69,14 +69,14 @@ class MetricWriter:
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / METRICS
         rows = read_metrics(path) if path.exists() else []
-        kept = [row for row in rows if row["step"] <= start_step]
-        write_atomic(path, b"".join(map(_line, kept)))
-        self._row = kept[-1] if kept else {"step": -1}
+        before = [row for row in rows if row["step"] <= start_step]
+        write_atomic(path, b"".join(map(_line, before)))
+        self._row = before[-1] if before else {"step": -1}
         self._file = path.open("r+b")
         end = self._file.seek(0, os.SEEK_END)
-        self._row_start = end - len(_line(self._row)) if kept else end
+        self._row_start = end - len(_line(self._row)) if before else end
 
-    def write(self, step: int, scalars: dict[str, Any]) -> None:
+    def write(self, step: int, scalars: Json) -> None:
         """Write one number under each name (a Python, NumPy or JAX scalar) for this step."""
         if self._file is None:
             return
@@ -108,7 +108,7 @@ class MetricWriter:
         self.close()
 
 
-def _number(value: Any) -> int | float:
+def _number(value: ArrayLike) -> int | float:
     """`value`, of one element, as the int or float with the fewest digits."""
     array = np.asarray(value).reshape(())
     if array.dtype.kind in "iub":

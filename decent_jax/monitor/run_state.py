@@ -9,10 +9,9 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from decent_jax.ground.errors import DataError, RunError
-from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
+from decent_jax.ground.json_files import Json, is_real, is_whole, plain, read_json, read_text
 from decent_jax.ground.run_folder import LOCK, METRICS, SCORES, START, entries, read_metrics
 from decent_jax.monitor import goodput_file
 from decent_jax.monitor.goodput_file import CAUSES
@@ -44,23 +43,23 @@ class RunState:
     """
 
     path: Path
-    config: Mapping[str, Any]
-    start: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    rows: list[dict[str, Any]]
+    config: Json
+    start: Json
+    summary: Json
+    rows: list[Json]
     spent: Mapping[str, float] | None
     incidents: list[tuple[float, str]]
     owner: str
     runs: bool | None
     seen: float
     saved: int | None
-    peers: dict[int, dict[str, Any]]
-    processes: dict[str, dict[str, Any]]
+    peers: dict[int, Json]
+    processes: dict[str, Json]
 
     def last(self, name: str) -> tuple[int, float] | None:
         """The newest (step, value) of a metric."""
-        found = ((row["step"], row[name]) for row in reversed(self.rows) if has(row, name))
-        return next(found, None)
+        points = ((row["step"], row[name]) for row in reversed(self.rows) if has(row, name))
+        return next(points, None)
 
     @property
     def step(self) -> int:
@@ -98,8 +97,8 @@ class RunState:
 
     def best(self, name: str = "eval/loss") -> float | None:
         """The lowest validation loss, or the highest of `SCORES`."""
-        found = [row[name] for row in self.rows if has(row, name)]
-        return (max if name in SCORES else min)(found, default=None)
+        values = [row[name] for row in self.rows if has(row, name)]
+        return (max if name in SCORES else min)(values, default=None)
 
 
 def read(folder: str | Path) -> RunState:
@@ -141,35 +140,39 @@ def read(folder: str | Path) -> RunState:
         max(_changed(path / name) for name in (METRICS, goodput_file.FILE, "config.json", LOCK)),
         _newest_checkpoint(path),
         _peers(path, rows),
-        {name: found for name, found in processes.items() if is_real(found.get("date"), 0)},
+        {
+            name: entries_of
+            for name, entries_of in processes.items()
+            if is_real(entries_of.get("date"), 0)
+        },
     )
 
 
-def has(row: Mapping[str, Any], name: str) -> bool:
+def has(row: Json, name: str) -> bool:
     """Whether a row has a finite value of a metric."""
     return is_real(row.get(name))
 
 
-def _median(rows: list[dict[str, Any]], name: str) -> float | None:
+def _median(rows: list[Json], name: str) -> float | None:
     """The median of a metric in the last rows; None if none of them has it.
 
     >>> rows = 5 * [{"x": 100.0}] + [{"x": 2.0 * k} for k in range(10)]
     >>> _median(rows, "x"), _median(rows, "y")
     (9.0, None)
     """
-    found = [row[name] for row in rows[-_RECENT_ROWS:] if has(row, name)]
-    return statistics.median(found) if found else None
+    values = [row[name] for row in rows[-_RECENT_ROWS:] if has(row, name)]
+    return statistics.median(values) if values else None
 
 
-def _start(path: Path) -> dict[str, Any]:
+def _start(path: Path) -> Json:
     try:
-        found = read_json(path)
+        facts = read_json(path)
     except (OSError, DataError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
-def _processes(start: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+def _processes(start: Json, config: Json) -> list[str]:
     """The names of the processes; in pipelines of all workers, replica by replica."""
     count, stages = start.get("processes", 0), start.get("stages", 0)
     replicas = config.get("num_replicas", 0)
@@ -178,11 +181,11 @@ def _processes(start: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
     return [str(k) for k in range(count if is_whole(count, 0, 1024) else 0)]
 
 
-def _spent(summary: Mapping[str, Any]) -> dict[str, float] | None:
+def _spent(summary: Json) -> dict[str, float] | None:
     """Seconds per category of a run that has ended."""
-    found = {cause: summary.get(f"goodput.seconds.{cause}") for cause in ("steps", *CAUSES)}
-    spent = {cause: float(x) for cause, x in found.items() if x is not None and is_real(x)}
-    return spent if len(spent) == len(found) else None
+    recorded = {cause: summary.get(f"goodput.seconds.{cause}") for cause in ("steps", *CAUSES)}
+    spent = {cause: float(x) for cause, x in recorded.items() if x is not None and is_real(x)}
+    return spent if len(spent) == len(recorded) else None
 
 
 def _owner(path: Path) -> tuple[str, bool | None]:
@@ -220,14 +223,14 @@ def _newest_checkpoint(path: Path) -> int | None:
     return max(map(int, names), default=None)
 
 
-def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _peers(path: Path, rows: list[Json]) -> dict[int, Json]:
     """By rank: ``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale``.
 
     From the peer's own rows, and from the last row of the run that names it.
     """
     ranks = [p for p in (path / PEERS).glob("*") if p.name.isdecimal()]
     alive = entries(path / "peers.json")
-    found = {}
+    peers = {}
     for folder in sorted(ranks, key=lambda p: int(p.name)):
         name = f"{PEERS}/{folder.name}"
         ours = next((row for row in reversed(rows) if f"{name}/steps" in row), {})
@@ -235,7 +238,7 @@ def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             own = read_metrics(folder)
         except (OSError, ValueError):
             own = []
-        found[int(folder.name)] = {
+        peers[int(folder.name)] = {
             "alive": alive.get(f"peers.{folder.name}.alive"),
             "steps": int(max(ours.get(f"{name}/steps", 0), own[-1]["step"] if own else 0)),
             "starts": len(list(folder.glob("events-*.jsonl"))),
@@ -243,7 +246,7 @@ def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             "step_s": _median(own, "perf/step_time_s"),
             "stale": ours.get(f"{name}/stale"),
         }
-    return found
+    return peers
 
 
 def as_json(state: RunState) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -32,7 +31,7 @@ class StepTrace:
         self._count, self._folder, self._say = count, workdir / "profile", say
         self._tracing, self._began = False, 0
 
-    def turn(self, t: int, steps: int, state: Any) -> None:
+    def turn(self, t: int, steps: int, state: object) -> None:
         """Before ``steps`` from t on: start or end the trace, once ``state`` is computed."""
         if t >= self._began + self._count:
             self.finish(t, state)
@@ -41,7 +40,7 @@ class StepTrace:
             jax.profiler.start_trace(self._folder)
             self._tracing, self._began = True, t
 
-    def finish(self, t: int, state: Any) -> None:
+    def finish(self, t: int, state: object) -> None:
         """End the trace, if there is one, after ``t`` steps of the run."""
         if self._tracing:
             jax.block_until_ready(state)

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
@@ -29,13 +29,13 @@ class Tracker(Protocol):
     def __init__(self, workdir: Path, start_step: int):
         """Start, or resume after ``start_step`` steps: later steps will be logged again."""
 
-    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, config: Mapping[str, object]) -> None:
         """The config, flat: ``{"model.layers": 12}``; once per session, before the first row."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Numbers of a row of ``metrics.jsonl``; a step may come twice, with other names."""
 
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """The contents of ``summary.json``, nested; at the end, also of an interrupted session."""
 
     def finish(self) -> None:
@@ -43,10 +43,10 @@ class Tracker(Protocol):
 
 
 # By name, what makes one from (workdir, start_step).
-TRACKERS: dict[str, Callable[..., Any]] = {}
+TRACKERS: dict[str, Callable[..., Tracker]] = {}
 
 
-def register(name: str, tracker: Callable[..., Any]) -> None:
+def register(name: str, tracker: Callable[..., Tracker]) -> None:
     """Registers a class under ``config.log.trackers = name``, in this process.
 
     Args:
@@ -56,7 +56,7 @@ def register(name: str, tracker: Callable[..., Any]) -> None:
     TRACKERS[name] = tracker
 
 
-def named(names: str) -> dict[str, Callable[..., Any]]:
+def named(names: str) -> dict[str, Callable[..., Tracker]]:
     """The classes that ``config.log.trackers`` names.
 
     Raises:
@@ -66,24 +66,24 @@ def named(names: str) -> dict[str, Callable[..., Any]]:
     return {name: _find(name) for name in stripped if name}
 
 
-def _find(name: str) -> Callable[..., Any]:
-    found = TRACKERS.get(name)
-    if found is None:
+def _find(name: str) -> Callable[..., Tracker]:
+    tracker = TRACKERS.get(name)
+    if tracker is None:
         path, _, last = name.rpartition(".")
         if not path:
             why = f"must be {', '.join(TRACKERS)}, or the dotted name of a class of your own"
             raise ConfigError.about("log.trackers", name, why)
-        found = getattr(module_named(path, "log.trackers"), last, None)
-    if not callable(found):
+        tracker = getattr(module_named(path, "log.trackers"), last, None)
+    if not callable(tracker):
         raise ConfigError.about("log.trackers", name, "must name a class")
     for method in ("log_hyperparameters", "log", "log_summary", "finish"):
-        if not callable(getattr(found, method, None)):
+        if not callable(getattr(tracker, method, None)):
             raise ConfigError.about("log.trackers", name, f"must have a method {method!r}")
-    package = getattr(found, "package", None)
+    package = getattr(tracker, "package", None)
     if package is not None and importlib.util.find_spec(package) is None:
         needs = f"needs {package} (pip install 'decent_jax[{name}]') or must be left out"
         raise ConfigError.about("log.trackers", name, needs)
-    return found
+    return cast(Callable[..., Tracker], tracker)
 
 
 class Trackers:
@@ -97,7 +97,7 @@ class Trackers:
 
     def __init__(
         self,
-        makes: Mapping[str, Callable[..., Any]],
+        makes: Mapping[str, Callable[..., Tracker]],
         workdir: Path,
         start_step: int,
         say: Callable[[str], None],
@@ -105,7 +105,7 @@ class Trackers:
         self._say, self._all = say, dict.fromkeys(makes)
         self._each(lambda name, _: self._all.update({name: makes[name](workdir, start_step)}))
 
-    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, config: Mapping[str, object]) -> None:
         """See `Tracker`."""
         self._each(lambda _, tracker: tracker.log_hyperparameters(config))
 
@@ -113,7 +113,7 @@ class Trackers:
         """See `Tracker`."""
         self._each(lambda _, tracker: tracker.log(metrics, step))
 
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """See `Tracker`."""
         self._each(lambda _, tracker: tracker.log_summary(summary))
 
@@ -146,7 +146,7 @@ class TensorBoard:
         # purge_step hides points that an earlier session wrote past the resumed step.
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
-    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, config: Mapping[str, object]) -> None:
         """The config as text, next to the curves."""
         self._write("config", config)
 
@@ -155,7 +155,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """The summary as text."""
         self._write("summary", flat(summary))
 
@@ -163,7 +163,7 @@ class TensorBoard:
         """Write what is pending."""
         self._writer.close()
 
-    def _write(self, name: str, entries: Mapping[str, Any]) -> None:
+    def _write(self, name: str, entries: Mapping[str, object]) -> None:
         rows = "\n".join(f"| {key} | {value} |" for key, value in entries.items())
         self._writer.add_text(name, f"| | |\n|---|---|\n{rows}")
 
@@ -187,7 +187,7 @@ class WandB:
             dir=str(workdir),
         )
 
-    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, config: Mapping[str, object]) -> None:
         """The run's config; a resumed run may have changed some of it."""
         self._run.config.update(dict(config), allow_val_change=True)
 
@@ -195,7 +195,7 @@ class WandB:
         """A point of each curve."""
         self._run.log(dict(metrics), step=step)
 
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """The run's summary."""
         self._run.summary.update(plain(summary))
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +74,10 @@ def scale_by_accum_adam(
     validation.below_one("b1", b1)
     validation.below_one("b2", b2)
     validation.not_negative("eps", eps)
-    given = not isinstance(accum_steps, jax.Array)  # `optax.inject_hyperparams` traces it
-    if given and (accum_steps < 1 or accum_steps != int(accum_steps)):
+    is_static = not isinstance(accum_steps, jax.Array)  # `optax.inject_hyperparams` traces it
+    if is_static and (accum_steps < 1 or accum_steps != int(accum_steps)):
         raise ValueError(f"accum_steps must be a whole number of at least 1, got {accum_steps}")
-    is_adam = given and accum_steps == 1
+    is_adam = is_static and accum_steps == 1
 
     def zeros(x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x, at_least_float32(x))
@@ -182,10 +182,10 @@ def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     ``window`` becomes zero, and the count that of the last completed window. Adam has no windows.
     """
 
-    def is_adam(node: Any) -> bool:
+    def is_adam(node: PyTree) -> bool:
         return isinstance(node, ScaleByAccumAdamState)
 
-    def drop(node: Any) -> Any:
+    def drop(node: PyTree) -> PyTree:
         if not is_adam(node) or node.window is None:
             return node
         window = jax.tree.map(jnp.zeros_like, node.window)
@@ -194,7 +194,7 @@ def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     return jax.tree.map(drop, state, is_leaf=is_adam)
 
 
-def moment(decay: Any, old: PyTree, value: PyTree, order: int) -> PyTree:
+def moment(decay: float | jax.Array, old: PyTree, value: PyTree, order: int) -> PyTree:
     """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``.
 
     The square of a complex number is that of its magnitude.
@@ -207,7 +207,7 @@ def moment(decay: Any, old: PyTree, value: PyTree, order: int) -> PyTree:
     return jax.tree.map(mixed, old, value)
 
 
-def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
+def bias_correction(decay: float | jax.Array, count: jax.Array) -> jax.Array:
     """``1 - decay ** count``. A float32 power would lose the digits that the golden values hold."""
     if isinstance(decay, float | int):
         log = math.log(decay) if decay > 0 else -math.inf
@@ -216,5 +216,5 @@ def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
     return -jnp.expm1(count * log)
 
 
-def _cast(value: Any, like: jax.Array) -> jax.Array:
+def _cast(value: float | jax.Array, like: jax.Array) -> jax.Array:
     return jnp.asarray(value, like.dtype)

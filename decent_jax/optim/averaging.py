@@ -2,8 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,11 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName, RoundId
 from decent_jax.gossip.codecs import Codec
+from decent_jax.ground.json_files import Json
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import method_wrapper, trees, validation
 from decent_jax.optim.method_wrapper import Local, Method, Mixing, Stepped, method
-from decent_jax.optim.registry import ADAM_FIRST, BOTH, Parts, model_bytes, register
+from decent_jax.optim.registry import ADAM_FIRST, BOTH, Numbers, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -189,10 +189,10 @@ def gossiped_momentum(
     mixing = Mixing(schedule, axis_name, codec, "gossiped_momentum")
     parts = ("trace", "mu")
 
-    def named(node: Any) -> str:
+    def named(node: PyTree) -> str:
         return next((name for name in parts if name in getattr(node, "_fields", ())), "")
 
-    def has_one(node: Any) -> bool:
+    def has_one(node: PyTree) -> bool:
         return named(node) != ""
 
     def moments(inner: PyTree) -> list[PyTree]:
@@ -202,7 +202,7 @@ def gossiped_momentum(
     def put_back(inner: PyTree, mixed: list[PyTree]) -> PyTree:
         left = iter(mixed)
 
-        def replaced(node: Any) -> Any:
+        def replaced(node: PyTree) -> PyTree:
             return node._replace(**{named(node): next(left)}) if has_one(node) else node
 
         return jax.tree.map(replaced, inner, is_leaf=has_one)
@@ -274,12 +274,12 @@ def all_reduce(
     def not_a_number(x: jax.Array) -> jax.Array:
         return jnp.full_like(x, jnp.nan)
 
-    def averaged(given: PyTree, error: PyTree, count: jax.Array) -> tuple[PyTree, PyTree]:
+    def averaged(values: PyTree, error: PyTree, count: jax.Array) -> tuple[PyTree, PyTree]:
         if codec is None:
-            return gossip.mean(given, axis_name), error
-        sound = trees.acceptable(given, None)
+            return gossip.mean(values, axis_name), error
+        sound = trees.acceptable(values, None)
         all_sound = gossip.mean(sound.astype(jnp.float32), axis_name) == 1
-        sent = optax.tree.where(sound, given, optax.tree.zeros_like(given))
+        sent = optax.tree.where(sound, values, optax.tree.zeros_like(values))
         mean, rest = method_wrapper.Feedback(axis_name, codec).mean(sent, error, count)
         lost = jax.tree.map(not_a_number, mean)  # rejected by all
         return optax.tree.where(all_sound, (mean, rest), (lost, error))
@@ -303,12 +303,12 @@ def all_reduce(
     return method_wrapper.no_rounds(method(inner, step, own, axis_name=None))
 
 
-def _bytes_of_rounds(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
-    return (own["mix_rounds"] or 1) * model_bytes(params, parts, own)
+def _bytes_of_rounds(params: PyTree, parts: Parts, numbers: Numbers) -> float:
+    return (numbers["mix_rounds"] or 1) * model_bytes(params, parts, numbers)
 
 
 register("all_reduce", all_reduce, optimizers=ADAM_FIRST, orders=BOTH)
-_GOSSIP: dict[str, Any] = {
+_GOSSIP: Json = {
     "orders": BOTH,
     "section": "",
     "sent": _bytes_of_rounds,

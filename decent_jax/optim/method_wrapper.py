@@ -63,7 +63,7 @@ class Local:
     active: jax.Array | bool
     state: GuardedState
     optimizer: optax.GradientTransformationExtraArgs
-    extra: dict[str, Any]
+    extra: dict[str, object]
     replica: Callable[[], jax.Array] | None = None
 
     @property
@@ -88,10 +88,10 @@ class Local:
           the update is accepted.
         """
         old = self.state.inner
-        given = self.extra if self.value is None else {"value": self.value, **self.extra}
+        options = self.extra if self.value is None else {"value": self.value, **self.extra}
         state = old if self.replica is None else trees.with_own_keys(old, self.replica)
         with _needs_no_more():
-            change, inner = self.optimizer.update(self.grads, state, params, **given)
+            change, inner = self.optimizer.update(self.grads, state, params, **options)
         ok = trees.acceptable(self.grads, self.value)
         ok &= trees.unspoiled(change) & self.active
 
@@ -173,7 +173,7 @@ def as_method(transformation: optax.GradientTransformation) -> Method:
 
 def method(
     inner: optax.GradientTransformation | None,
-    step: Callable[[PyTree, Any, RoundId, Local], Stepped],
+    step: Callable[[PyTree, PyTree, RoundId, Local], Stepped],
     own: OfParams = lambda params: (),
     axis_name: AxisName | None = "replica",
     early: Early | None = None,
@@ -211,8 +211,8 @@ def method(
         # Separate buffers: a donated state must not hold an array twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         with _needs_no_more():
-            kept = optimizer.init(params)
-        return GuardedState(kept, count, skipped, failing, own(params))
+            optimizer_state = optimizer.init(params)
+        return GuardedState(optimizer_state, count, skipped, failing, own(params))
 
     def update(
         updates: PyTree,
@@ -224,14 +224,9 @@ def method(
         active: jax.Array | bool = True,
         mixed: PyTree = None,
         replica: Any = None,
-        **extra: Any,
+        **extra: PyTree,
     ) -> Updated:
-        how = "call update(grads, state, params, round=schedule.round_at(step))"
-        if params is None:
-            raise ValueError(f"replicas mix parameters and got none; {how}")
-        if round is _LEFT_OUT:
-            raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
-        gossip.number(round)  # refuses a traced one before a method looks at it
+        _check_call(params, round)
 
         def number() -> jax.Array:
             assert axis_name is not None
@@ -251,6 +246,15 @@ def method(
         return change, GuardedState(inner, count, skipped, failing, kept)
 
     return Method(init, update, early, delayed)
+
+
+def _check_call(params: PyTree, round: RoundId) -> None:
+    how = "call update(grads, state, params, round=schedule.round_at(step))"
+    if params is None:
+        raise ValueError(f"replicas mix parameters and got none; {how}")
+    if round is _LEFT_OUT:
+        raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
+    gossip.number(round)  # refuses a traced one before a method looks at it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,17 +346,17 @@ def no_rounds(
 ) -> optax.GradientTransformationExtraArgs:
     """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **given: Any) -> Updated:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **given: PyTree) -> Updated:
         return tx.update(updates, state, params, **given | {"round": None, "replica": replica})
 
     return Method(tx.init, update)
 
 
-def filled(state: Any, fill: OfParams = optax.tree.zeros_like) -> OfParams:
+def filled(state: PyTree, fill: OfParams = optax.tree.zeros_like) -> OfParams:
     """A method's initial state: a NamedTuple with ``fill(params)`` in every field."""
     return lambda params: state._make(fill(params) for _ in state._fields)
 
 
-def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
+def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> float | jax.Array:
     """The learning rate of the 0-based update ``count``."""
     return learning_rate(count) if callable(learning_rate) else learning_rate

@@ -1,19 +1,19 @@
 """DiLoCo and NoLoCo: outer steps over many local steps."""
 
 import operator
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
+from decent_jax.ground.json_files import Json
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Feedback, Mixing
 from decent_jax.optim.outer_steps import Arrays, Departure, Message, descend, movement, outer_steps
-from decent_jax.optim.registry import ADAM_FIRST, Pairwise, Parts, model_bytes, register
+from decent_jax.optim.registry import ADAM_FIRST, Numbers, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -171,7 +171,7 @@ def noloco(
     return outer_steps(inner, mixing, outer.init, outer_step, mix_every, fragments, delay, carry)
 
 
-def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
+def _noloco_pairwise(numbers: Numbers) -> Pairwise:
     """The outer step on the whole model in a pairwise average of peers, with LOSCAR's merge.
 
     The snapshot S was sent some steps ago; the local progress since then, x - S, is added to the
@@ -179,7 +179,7 @@ def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
     """
     outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])
 
-    def average(x: PyTree, own: Any, snapshot: PyTree, pull: PyTree) -> tuple[PyTree, Any]:
+    def average(x: PyTree, own: PyTree, snapshot: PyTree, pull: PyTree) -> tuple[PyTree, PyTree]:
         sent, pulls = jax.tree.leaves(snapshot), jax.tree.leaves(pull)
         theta = jax.tree.leaves(own.theta)
         delta = optax.tree.sub(theta, trees.add(sent, pulls))
@@ -191,11 +191,11 @@ def _noloco_pairwise(numbers: Mapping[str, Any]) -> Pairwise:
     return average
 
 
-def _bytes_of_fragment(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
-    return model_bytes(params, parts, own) / own["fragments"]
+def _bytes_of_fragment(params: PyTree, parts: Parts, numbers: Numbers) -> float:
+    return model_bytes(params, parts, numbers) / numbers["fragments"]
 
 
-_IN_FRAGMENTS: dict[str, Any] = {
+_IN_FRAGMENTS: Json = {
     "optimizers": ADAM_FIRST,
     "copies": 2,
     "phases": operator.itemgetter("fragments"),

@@ -37,6 +37,9 @@ ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
 Pairwise = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
+Numbers = Mapping[str, Any]  # of a method or an optimizer, by name
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """The arguments that a run passes to its method; a factory takes the fields it names.
@@ -62,10 +65,10 @@ class Parts:
     mix_every: int = 1
     codec: Codec | None = None
     gradient: optax.GradientTransformation | None = None
-    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    optimizer: Numbers = dataclasses.field(default_factory=dict[str, object])
     same_init: bool = True
     seed: int = 0
-    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    numbers: Numbers = dataclasses.field(default_factory=dict[str, object])
 
 
 def coded_bytes(params: PyTree, codec: Codec | None) -> float:
@@ -77,7 +80,7 @@ def coded_bytes(params: PyTree, codec: Codec | None) -> float:
     )
 
 
-def model_bytes(params: PyTree, parts: Parts, numbers: Mapping[str, Any]) -> float:
+def model_bytes(params: PyTree, parts: Parts, numbers: Numbers) -> float:
     """Bytes of a message of all parameters in the run's format, as most methods send it."""
     return coded_bytes(params, parts.codec)
 
@@ -113,9 +116,9 @@ class MethodSpec:
     messages: int = 1
     copies: int = 0
     section: str | None = None
-    sent: Callable[[PyTree, Parts, Mapping[str, Any]], float] = model_bytes
-    phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
-    pairwise: Callable[[Mapping[str, Any]], Pairwise] | None = None
+    sent: Callable[[PyTree, Parts, Numbers], float] = model_bytes
+    phases: Callable[[Numbers], int] = lambda numbers: 1
+    pairwise: Callable[[Numbers], Pairwise] | None = None
 
     @functools.cached_property
     def takes(self) -> Mapping[str, inspect.Parameter]:
@@ -123,7 +126,7 @@ class MethodSpec:
         return inspect.signature(self.make).parameters
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, object]:
         """Its own numbers and their defaults: the factory's keyword-only parameters."""
         return {p.name: p.default for p in self.takes.values() if p.kind is p.KEYWORD_ONLY}
 
@@ -159,9 +162,9 @@ class MethodSpec:
             )
         if parts.codec is not None and "codec" not in self.takes:
             raise ValueError(f"{self.name} sends float32 or its own format: leave codec unset")
-        given = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
-        of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()
-        return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
+        arguments = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
+        of_run = (self.takes.keys() - self.numbers.keys()) & arguments.keys()
+        return self.make(**{name: arguments[name] for name in of_run}, **parts.numbers)
 
     def message_bytes(self, params: PyTree, parts: Parts) -> float:
         """Bytes a replica sends to one neighbour in a round, for parameters of these shapes.

@@ -1,7 +1,6 @@
 """SparseLoCo: outer steps along the largest components of the replicas' movements."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import optax
 
@@ -11,7 +10,7 @@ from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Feedback, Mixing
 from decent_jax.optim.outer_steps import Arrays, Departure, Message, movement, outer_steps
-from decent_jax.optim.registry import ADAM_FIRST, Parts, coded_bytes, register
+from decent_jax.optim.registry import ADAM_FIRST, Numbers, Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -91,9 +90,9 @@ def sparseloco(
     return outer_steps(inner, mixing, init, outer_step, mix_every, delay=delay, carry=carry)
 
 
-def _sparse_bytes(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
+def _sparse_bytes(params: PyTree, parts: Parts, numbers: Numbers) -> float:
     """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
-    codec = ChunkedTopK(own["density"], own["chunk"], own["bits"])
+    codec = ChunkedTopK(numbers["density"], numbers["chunk"], numbers["bits"])
     return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from decent_jax.gossip.permute import barrier
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Local, Stepped, method
-from decent_jax.optim.registry import BOTH, Pairwise, Parts, model_bytes, register
+from decent_jax.optim.registry import BOTH, Numbers, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -110,10 +110,10 @@ def swarm(
 
 
 Receive = Callable[[PyTree], list[tuple[PyTree, jax.Array]]]  # `gossip.receive` of a round
-Exchanged = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array, Any]
+Exchanged = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array, PyTree]
 
 
-def _exchange(receive: Receive, mine: PyTree, fine: jax.Array, y: Any) -> Exchanged:
+def _exchange(receive: Receive, mine: PyTree, fine: jax.Array, y: PyTree) -> Exchanged:
     """The exchange of a pair: (the partner's snapshot, its own, whether the partner's is finite,
     whether the two average, the pair's weight, the reach of the lattice in the next round)."""
     (((theirs, read), weight),) = receive((mine, fine))
@@ -121,7 +121,7 @@ def _exchange(receive: Receive, mine: PyTree, fine: jax.Array, y: Any) -> Exchan
 
 
 def _exchange_coded(
-    bits: int, receive: Receive, mine: PyTree, fine: jax.Array, y: Any
+    bits: int, receive: Receive, mine: PyTree, fine: jax.Array, y: PyTree
 ) -> Exchanged:
     """`_exchange` of both snapshots as the lattice decodes them."""
     leaves, structure = jax.tree.flatten(mine)
@@ -146,15 +146,15 @@ def _exchange_coded(
     return theirs, decoded, read, averages, weight, y
 
 
-def _pairwise(numbers: Mapping[str, Any]) -> Pairwise:
+def _pairwise(numbers: Numbers) -> Pairwise:
     """The equivalent of a round of `swarm` for an asynchronous peer."""
     return lambda x, own, snapshot, pull: (trees.add(x, pull), own)
 
 
-def _sent(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
-    if own["bits"] == 32:
-        return model_bytes(params, parts, own)
-    return sum(x.size for x in jax.tree.leaves(params)) * own["bits"] / 8
+def _sent(params: PyTree, parts: Parts, numbers: Numbers) -> float:
+    if numbers["bits"] == 32:
+        return model_bytes(params, parts, numbers)
+    return sum(x.size for x in jax.tree.leaves(params)) * numbers["bits"] / 8
 
 
 def _largest(tree: PyTree) -> jax.Array:

@@ -13,7 +13,6 @@ For other arithmetic there is `optax.tree`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ def add(tree: PyTree, *others: PyTree) -> PyTree:
     return jax.tree.map(total, tree, *others)
 
 
-def scale(factor: Any, tree: PyTree) -> PyTree:
+def scale(factor: float | jax.Array, tree: PyTree) -> PyTree:
     """``factor * tree`` in the tree's dtypes."""
 
     def scaled(x: jax.Array) -> jax.Array:
@@ -93,7 +92,7 @@ def with_own_keys(state: PyTree, replica: Callable[[], jax.Array]) -> PyTree:
     Keys are arrays of a key type, and those of uint32 in a field whose name ends in "key".
     """
 
-    def own(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def own(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), replica()).reshape(x.shape)
         name = jax.tree_util.keystr(path[-1:], simple=True)
@@ -119,10 +118,10 @@ def select(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """``new`` if ok, else ``old``; counts of learning-rate schedules always advance."""
     counts, injected = optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState
 
-    def always_advances(node: Any) -> bool:
+    def always_advances(node: PyTree) -> bool:
         return isinstance(node, counts | injected)
 
-    def kept(new: Any, old: Any) -> Any:
+    def kept(new: PyTree, old: PyTree) -> PyTree:
         if isinstance(new, counts):
             return new
         if isinstance(new, injected):

@@ -1,7 +1,6 @@
 """Checks of schedules and numbers for methods; each raises ValueError and names both."""
 
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +16,19 @@ _TOLERANCE = 1e-9
 _D2_BOUND = -1 / 3
 
 
-def not_negative(name: str, value: Any) -> None:
+def not_negative(name: str, value: object) -> None:
     """A number of at least 0; a schedule or a traced value passes."""
     if isinstance(value, float | int) and not value >= 0:
         raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def below_one(name: str, value: Any) -> None:
+def below_one(name: str, value: object) -> None:
     """A number in [0, 1); a schedule or a traced value passes."""
     if isinstance(value, float | int) and not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 
-def share(name: str, value: Any) -> None:
+def share(name: str, value: object) -> None:
     """A number in [0, 1]; a schedule or a traced value passes."""
     if isinstance(value, float | int) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
@@ -41,11 +40,11 @@ def combine(order: str) -> None:
         raise ValueError(f"combine must be 'awc' or 'atc', got {order!r}")
 
 
-def is_transformation(inner: Any) -> None:
+def is_transformation(inner: object) -> None:
     """A local optimizer, not the function that makes one; or None."""
     if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
-        made = getattr(inner, "__name__", None)
-        hint = f"; call it: {made}(...)" if made else ", such as optax.adamw(1e-3)"
+        name = getattr(inner, "__name__", None)
+        hint = f"; call it: {name}(...)" if name else ", such as optax.adamw(1e-3)"
         raise TypeError(f"the local optimizer must be an optax transformation, got {inner!r}{hint}")
 
 
@@ -60,16 +59,18 @@ _ESTIMATE = (
 )
 
 
-def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *leaves: Any) -> None:
+def mixes(
+    optimizer: optax.GradientTransformationExtraArgs, structure: PyTree, *leaves: PyTree
+) -> None:
     """A local optimizer that continues from mixed parameters, of this structure and these shapes.
 
     One that keeps a copy of the parameters restores them from it, and so undoes the mixing.
     """
 
-    def is_special(x: Any) -> bool:
+    def is_special(x: PyTree) -> bool:
         return isinstance(x, _MEASURE + _ESTIMATE)
 
-    def kept(x: Any) -> Any:
+    def kept(x: PyTree) -> PyTree:
         if isinstance(x, _ESTIMATE):
             raise ValueError(
                 f"{type(x).__name__.removesuffix('State')} estimates its learning rate, which "
@@ -84,8 +85,8 @@ def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *lea
     program, shape = jax.make_jaxpr(state, return_shape=True)(  # pyright: ignore
         structure.unflatten(leaves)
     )
-    found = _origins(program.jaxpr, [_PARAMS] * len(program.jaxpr.invars))
-    for (path, _), origin in zip(jax.tree_util.tree_leaves_with_path(shape), found, strict=True):
+    origins = _origins(program.jaxpr, [_PARAMS] * len(program.jaxpr.invars))
+    for (path, _), origin in zip(jax.tree_util.tree_leaves_with_path(shape), origins, strict=True):
         if origin == _PARAMS:
             raise ValueError(
                 "the local optimizer keeps a copy of the parameters "
@@ -100,10 +101,10 @@ def mixes(optimizer: optax.GradientTransformationExtraArgs, structure: Any, *lea
         )
 
 
-def _sets(optimizer: optax.GradientTransformation, structure: Any, leaves: PyTree) -> bool:
+def _sets(optimizer: optax.GradientTransformation, structure: PyTree, leaves: PyTree) -> bool:
     """Whether an update is some value minus the parameters, judging by its program."""
 
-    def update(params: list[Any], gradients: list[Any], loss: jax.Array) -> list[Any]:
+    def update(params: list[PyTree], gradients: list[PyTree], loss: jax.Array) -> list[PyTree]:
         params, gradients = structure.unflatten(params), structure.unflatten(gradients)
         change, _ = optimizer.update(gradients, optimizer.init(params), params, value=loss)
         return jax.tree.leaves(change)
@@ -122,22 +123,22 @@ _PARAMS, _DIFFERENCE = "x", "y - x"
 _HAND_ON = ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
 
 
-def _origins(program: Jaxpr, given: list[str]) -> list[str]:
-    """What each output of a program is, if its inputs are what ``given`` says."""
-    known: dict[Any, str] = dict(zip(program.invars, given, strict=False))
+def _origins(program: Jaxpr, of_inputs: list[str]) -> list[str]:
+    """What each output of a program is, if its inputs are ``of_inputs``."""
+    known: dict[object, str] = dict(zip(program.invars, of_inputs, strict=False))
 
-    def of(variables: list[Any]) -> list[str]:
+    def of(variables: list[PyTree]) -> list[str]:
         return ["" if isinstance(x, Literal) else known.get(x, "") for x in variables]
 
     for eqn in program.eqns:
         name, operands = eqn.primitive.name, of(eqn.invars)
-        branches: tuple[Any, ...] = eqn.params.get("branches", ())
-        inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        branches: tuple[PyTree, ...] = eqn.params.get("branches", ())
+        inner: PyTree = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         results = [""] * len(eqn.outvars)
         if branches or inner is not None:
             bodies = [getattr(body, "jaxpr", body) for body in branches or (inner,)]
-            given = operands[1:] if branches else operands
-            results = map(max, *[_origins(body, given) for body in bodies], results)
+            of_inputs = operands[1:] if branches else operands
+            results = map(max, *[_origins(body, of_inputs) for body in bodies], results)
         elif name in _HAND_ON:
             results = operands[:1]
         elif (name == "sub" and operands[1] == _PARAMS) or (
@@ -148,12 +149,12 @@ def _origins(program: Jaxpr, given: list[str]) -> list[str]:
     return of(program.outvars)
 
 
-def is_schedule(method: str, given: Any) -> None:
+def is_schedule(method: str, schedule: object) -> None:
     """A schedule, not the name of one."""
-    if not isinstance(given, Schedule):
-        name = shown(given) if isinstance(given, str) else "name"
+    if not isinstance(schedule, Schedule):
+        name = shown(schedule) if isinstance(schedule, str) else "name"
         raise TypeError(
-            f"{method} needs a schedule, got {shown(given)}; use topology.make({name}, n)"
+            f"{method} needs a schedule, got {shown(schedule)}; use topology.make({name}, n)"
         )
 
 

@@ -7,9 +7,10 @@ starts the peers and detects dead ones. See docs/peers.md.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from decent_jax.ground.fields import changeable, setting
+from decent_jax.ground.json_files import Json
 from decent_jax.train import settings
 
 FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
@@ -65,7 +66,7 @@ def check(config: Config) -> None:
     peer_run.check(config)
 
 
-def run(config: Config, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> Json:
     """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
     return _driver(config).run(config, workdir)
 
@@ -75,7 +76,7 @@ def dry_run(config: Config) -> None:
     _driver(config).dry_run(config)
 
 
-def _driver(config: Config) -> Any:
+def _driver(config: Config) -> ModuleType:
     """The module that trains, imported once the config is checked and Ray's environment is set."""
     from decent_jax.actors import ray_cluster
 

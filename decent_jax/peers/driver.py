@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ from decent_jax.actors.ray_cluster import check_address, check_memory, running
 from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.ground import connections
 from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
-from decent_jax.ground.json_files import write_json_atomic
+from decent_jax.ground.json_files import Json, write_json_atomic
 from decent_jax.ground.progress import Progress
+from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.goodput import Clock
 from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.peers import Config, peer_run
@@ -42,7 +42,7 @@ from decent_jax.train.workdir import Workdir
 _SAVE_S = 2.0
 
 
-def run(config: Config, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> Json:
     """Train with peers as ``config`` says, in ``workdir``; resume the run that is there.
 
     Returns, raises: as `decent_jax.train.run`.
@@ -124,7 +124,7 @@ class Aggregate:
         return 2 * self.message_bytes() / self._config.mix_every
 
     def row(
-        self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
+        self, peers: Collection[Json], step: int, steps: int, seconds: float
     ) -> dict[str, float]:
         """The row of ``step``, ``steps`` steps and ``seconds`` after the last row.
 
@@ -186,12 +186,12 @@ class Aggregate:
         return self.template._replace(params=params, model_state=model_state)
 
 
-def message_bytes(codec: str, snapshot: Any) -> int:
+def message_bytes(codec: str, snapshot: PyTree) -> int:
     """Bytes of a snapshot (1, ...) in a format."""
     return Format(codec).bytes_sent([x.shape[1:] for x in jax.tree.leaves(snapshot)])
 
 
-def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:
+def counts_of(peers: Collection[Json]) -> dict[str, int]:
     """The outcomes of all attempts to average, see `Averager.counts`."""
     names = ("averaged", "declined", "undecoded", "lost")
     return {name: sum(peer.get(name, 0) for peer in peers) for name in names}
@@ -215,7 +215,7 @@ class Driver:
         config: Config,
         experiment: Experiment,
         work: Workdir,
-        before: dict[str, Any],
+        before: Json,
         actors: Actors,
         host: str,
         need: float = 0.0,
@@ -244,7 +244,7 @@ class Driver:
         )
         self.began = time.monotonic()
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Json:
         """Start the peers and watch them until they end."""
         work, steps = self.work, self.experiment.steps
         work.record.write_config()
@@ -347,7 +347,7 @@ class Driver:
             )
             raise Interrupted(words, signals.received)
 
-    def _evaluate(self, actors: list[Actor], step: int, writer: MetricWriter) -> Any:
+    def _evaluate(self, actors: list[Actor], step: int, writer: MetricWriter) -> PyTree:
         """Evaluate, save and return the consensus of these peers' snapshots, if there are any."""
         state = self.aggregate.state(self.peers.snapshots(actors))
         if state is not None:
@@ -358,7 +358,7 @@ class Driver:
                 self.saver.save(step, self.aggregate.consensus(state), self._seconds())
         return state
 
-    def _finish(self, state: TrainState) -> dict[str, Any]:
+    def _finish(self, state: TrainState) -> Json:
         self.saver.checkpoints.wait()
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.aggregate.template, 1)

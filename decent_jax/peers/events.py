@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from decent_jax.ground.errors import RunError
+from decent_jax.ground.json_files import Json
 from decent_jax.peers.protocol import PairwiseAverage
 
 _STARTS = tuple(
@@ -81,7 +82,7 @@ def has_step(file: Path, t: int) -> bool:
         return any(line.startswith(words) for line in lines)
 
 
-def read(file: Path) -> Iterator[dict[str, Any]]:
+def read(file: Path) -> Iterator[Json]:
     """The lines, in order; a last line that a kill cut short is skipped.
 
     Raises:

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from typing import Any
 
 from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
+from decent_jax.ground.json_files import Json
 from decent_jax.peers.protocol import Averager, JoinState, Message, Offer
 
 Members = list[tuple[str, Address]]  # names and addresses of peers
@@ -37,7 +37,7 @@ class Asker:
         self,
         averager: Averager,
         secret: bytes,
-        peers: dict[str, Any],
+        peers: Json,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._averager, self._secret, self._peers = averager, secret, peers

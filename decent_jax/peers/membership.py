@@ -17,6 +17,7 @@ from typing import Any
 from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
+from decent_jax.ground.json_files import Json
 from decent_jax.peers import Peers, exchange
 from decent_jax.peers.exchange import BROKEN, Members
 from decent_jax.peers.peer_run import CommonProgress, Place
@@ -42,7 +43,7 @@ class _Entry:
     address: Address = ("", 0)  # where it listens
     # When it was added, admitted, or reported last: the time, and the steps of all other ranks.
     seen: tuple[float, int] = (-math.inf, 0)
-    report: dict[str, Any] = dataclasses.field(default_factory=dict)  # empty: it does not train yet
+    report: Json = dataclasses.field(default_factory=dict)  # empty: it does not train yet
 
 
 class Membership:
@@ -98,7 +99,7 @@ class Membership:
             return may
 
     def beat(
-        self, rank: int, generation: int, address: Address, report: dict[str, Any]
+        self, rank: int, generation: int, address: Address, report: Json
     ) -> tuple[int, Members] | str:
         """Take a peer's report; the steps of all ranks and `members`, or how the peer must end.
 
@@ -153,7 +154,7 @@ class Membership:
         """Whether some peer trains, or has a state with which it may begin."""
         return any(e.alive and (e.admitted or e.fresh is not None) for e in self._ranks.values())
 
-    def status(self) -> dict[int, dict[str, Any]]:
+    def status(self) -> dict[int, Json]:
         """{rank: report} with generation, steps, alive, ready (trains) and member (not silent)."""
         return {
             rank: {
@@ -205,7 +206,7 @@ class MembershipClient:
         self._address, self._secret, self._seconds = address, secret, seconds
         self._connection: Connection | None = None
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: object) -> Any:
         """The result of a method of `Membership`; without an answer, one of `exchange.BROKEN`."""
         if self._connection is None:
             self._connection = connections.connect(self._address, self._secret, self._seconds)
@@ -254,7 +255,7 @@ class Reporter:
             if self._boundary.ready and not self.beat():
                 return
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Json:
         """This peer's entry in the membership."""
         boundary, averager = self._boundary, self._boundary.averager
         averaged = averager.counts["averaged"]

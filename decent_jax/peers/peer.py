@@ -4,12 +4,13 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from decent_jax.actors import handles
 from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.peers.exchange import Answerer, Asker
 from decent_jax.peers.membership import MembershipClient, Reporter, state_to_join
 from decent_jax.peers.peer_run import CommonProgress, Place, forget, open_peer
@@ -41,13 +42,13 @@ class Peer:
         form = Format(peers["codec"], place.config["seed"])
         self._averager = Averager(place.name, form, peers["exchange_s"], peers["silent_s"])
         self._asker = Asker(self._averager, secret, peers)
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._boundary: StepBoundary | None = None  # once the run is open
         self._leaving: str | None = None
 
     # --- Called through Ray -----------------------------------------------------------------------
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> Json:
         """Train; how it ended ("end", "join": without a state, as in `leave`), and its steps."""
         place, peers = self._place, self._place.config["peers"]
         if place.start is not None:
@@ -81,7 +82,7 @@ class Peer:
                     reporter.stopped.set()
                     self._jobs.put(None)
 
-    def published(self) -> list[Any] | None:
+    def published(self) -> list[PyTree] | None:
         """The arrays of the last snapshot, or after the end the last parameters."""
         if self._boundary is not None and self._boundary.final is not None:
             return self._boundary.final

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from decent_jax.actors.ray_cluster import leave_launcher
 from decent_jax.data import loader
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.json_files import flat, is_real, read_json
+from decent_jax.ground.json_files import Json, is_real, read_json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import METHODS
 from decent_jax.optim.method_wrapper import no_rounds
 from decent_jax.peers import Config, Peers
@@ -35,7 +36,7 @@ _ANOTHER_DRAW = 1_000_003  # offset between the seeds of streams 0 to n - 1, n t
 class Place(NamedTuple):
     """The identity of a peer."""
 
-    config: dict[str, Any]  # of the whole run
+    config: Json  # of the whole run
     workdir: str  # of the whole run
     rank: int  # also its data stream
     generation: int  # counts the peers that have had this rank
@@ -178,7 +179,7 @@ def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
     Raises:
       ConfigError: see `open_run`; or `train.py` has other data.
     """
-    config: Config = config_lib.from_values(flat(place.config))
+    config: Config = config_lib.from_values(place.config)
     with open_run(config, place.folder, place.rank, checked=True) as (experiment, work):
         if place.data is not None:
             check_same_as_train_py(config, experiment.task, place.data)
@@ -202,7 +203,7 @@ class Stream:
     record once per epoch. Stream ``k >= n`` is stream ``k % n`` in another random order.
     """
 
-    def __init__(self, source: Any, stream: int, num_streams: int, batch_size: int):
+    def __init__(self, source: Sequence[PyTree], stream: int, num_streams: int, batch_size: int):
         self._source, self._size = source, batch_size
         self._draw, self._stream = divmod(stream, num_streams)
         self._num_streams = num_streams
@@ -210,10 +211,10 @@ class Stream:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> PyTree:
         return self._source[index]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("augment", "of_epoch"):  # the blocks below hold augmented records
             raise AttributeError(name)
         if "_source" not in self.__dict__:  # while it is copied or unpickled
@@ -235,7 +236,7 @@ def free_ranks(taken: list[int], count: int) -> list[int]:
     return list(itertools.islice(free, max(count, 0)))
 
 
-def read_manifest(workdir: Path, config: Config) -> dict[str, Any]:
+def read_manifest(workdir: Path, config: Config) -> Json:
     """The manifest of an earlier session, or an empty one.
 
     Raises:
@@ -272,7 +273,7 @@ def _is_manifest(value: Any) -> bool:
     )
 
 
-def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
+def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
     """{rank: step of its newest checkpoint} of the peers that resume.
 
     These are the peers that were alive; if none of them has saved, also those that died or left.
@@ -284,7 +285,7 @@ def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
     return {int(rank): max(saved[rank]) for rank in alive or ranks}
 
 
-def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
+def known_steps(workdir: Path, manifest: Json) -> dict[int, int]:
     """{rank: steps}; for a rank that resumes, those of its newest checkpoint."""
     known = resumed(workdir, manifest)
     if not known:  # killed before any peer has saved: all start from scratch

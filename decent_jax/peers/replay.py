@@ -15,12 +15,13 @@ import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from decent_jax.data import loader
 from decent_jax.ground.errors import RunError
+from decent_jax.ground.json_files import Json
 from decent_jax.peers import events
 from decent_jax.peers.peer_run import FOLDER, MANIFEST, Place, open_peer, read_manifest
 from decent_jax.peers.protocol import Format, pull_of, sent_of
@@ -46,12 +47,12 @@ class Replayed(NamedTuple):
 class Log:
     """The events of an generation, by step."""
 
-    def __init__(self, rank: int, generation: int, lines: Iterator[dict[str, Any]]):
+    def __init__(self, rank: int, generation: int, lines: Iterator[Json]):
         self.rank, self.name = rank, f"{rank}.{generation}"
         first = next(lines)
         self.start, self.origin = first["start"], first["origin"]
         self.rates: dict[int, int] = {}
-        self.averages: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.averages: dict[int, list[Json]] = defaultdict(list)
         self.versions: dict[int, tuple[int, int]] = {}  # version and checksum
         self.last: int | None = None  # checksum of the last parameters
         self.end, count = self.start, 1
@@ -73,7 +74,7 @@ class Log:
                 "lines; it is damaged"
             )
 
-    def uses(self, average: dict[str, Any]) -> tuple[tuple[str, int], tuple[str, int]]:
+    def uses(self, average: Json) -> tuple[tuple[str, int], tuple[str, int]]:
         """The snapshots (peer, version) of an average, this peer's first."""
         return (self.name, average["mine"]), (average["with"], average["theirs"])
 
@@ -208,7 +209,7 @@ class _Replay:
         self.done.append(Replayed(log.name, steps, count, len(log.versions), differs, survived))
         self.say(_line(self.done[-1]))
 
-    def _pull(self, log: Log, average: dict[str, Any]) -> list[np.ndarray]:
+    def _pull(self, log: Log, average: Json) -> list[np.ndarray]:
         sent = []
         for (peer, version), side in zip(log.uses(average), average["sides"], strict=True):
             sent.append(sent_of(self.form, peer, version, self.snapshots[peer, version], side))
@@ -221,7 +222,7 @@ class _Replay:
         if (log.name, t, when) in self.wanted_states:
             self.states[log.name, t, when] = self.changes.copy(state)
 
-    def _step(self, state: TrainState, block: Any, log: Log, t: int) -> TrainState:
+    def _step(self, state: TrainState, block: object, log: Log, t: int) -> TrainState:
         state = self.changes.at_progress(state, log.rates[t])
         batch = self.placement.put(block)
         return self.step(state, batch, number(log.rank, t), round=0)[0]

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.goodput import Clock
 from decent_jax.optim import METHODS, trees
 from decent_jax.peers import events
@@ -86,13 +87,13 @@ class StateChanges:
 
         return state._replace(opt_state=jax.tree.map(replaced, state.opt_state, is_leaf=is_count))
 
-    def put(self, arrays: Arrays, like: Any) -> Any:
+    def put(self, arrays: Arrays, like: PyTree) -> PyTree:
         """Host arrays (1, ...) as a tree on the devices."""
         leaves = [jax.device_put(x, self.placement.sharding(x.shape)) for x in arrays]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def averaged(mixes_state: bool, state: TrainState) -> Any:
+def averaged(mixes_state: bool, state: TrainState) -> PyTree:
     """The part of the state that peers send and average."""
     return state.params, state.model_state if mixes_state else {}
 
@@ -102,7 +103,7 @@ def number(stream: int, t: int) -> np.ndarray:
     return np.array([t, stream], np.int32)
 
 
-def on_host(tree: Any) -> Arrays:
+def on_host(tree: PyTree) -> Arrays:
     """Leaves without the replica dimension; read-only, they may share memory with the device."""
     return [np.asarray(x)[0] for x in jax.tree.leaves(tree)]
 
@@ -132,8 +133,8 @@ class StepBoundary:
         place: Place,
         common: CommonProgress,
         averager: Averager,
-        jobs: Any,
-        ask: Any,
+        jobs: queue.SimpleQueue[Callable[[], object] | None],
+        ask: Callable[[], object],
         join: Callable[[], JoinState | None] | None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -147,11 +148,11 @@ class StepBoundary:
         self._due = 0  # the step before which to ask next
         self._ask_after = 0.0  # and the time; infinite while a request is in progress
         self._log: events.EventLog | None = None
-        self._origin: dict[str, Any] | None = None
+        self._origin: Json | None = None
         self._has_published = False
         self._end_by = math.inf  # deadline; infinite until the run ends
         self._averages_before = 0
-        self._shown: tuple[int, Any] = -1, None  # progress, rate
+        self._shown: tuple[int, float | None] = -1, None  # progress, rate
         self._wanted: queue.SimpleQueue[Future[JoinState]] = queue.SimpleQueue()
         self.leaving: str | None = None  # "leave": after a last average; "stop", "lag": at once
         self.losses = (0.0, 0)  # sum and number of all finite losses so far
@@ -200,7 +201,7 @@ class StepBoundary:
         return late or (self.averager.closed and self.averager.idle())
 
     def step(
-        self, compiled: Any, state: TrainState, batch: Any, t: int
+        self, compiled: jax.stages.Compiled, state: TrainState, batch: PyTree, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Step t, and the work before it."""
         if self.join is not None:
@@ -230,7 +231,7 @@ class StepBoundary:
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
         return state, metrics | {"learning_rate": self._shown[1]}
 
-    def end(self, done: int, state: TrainState) -> dict[str, Any]:
+    def end(self, done: int, state: TrainState) -> Json:
         """How this peer ended; called after the checkpoint of its last step is saved."""
         self._note_loss()
         arrays = on_host(self._changes.averaged(state))
@@ -317,7 +318,7 @@ class StepBoundary:
             while True:
                 yield self._wanted.get_nowait()
 
-    def _checkpointed(self, t: int) -> dict[str, Any]:
+    def _checkpointed(self, t: int) -> Json:
         """Which generation of this rank wrote the checkpoint of step t."""
         folder = self._place.folder
         for generation in reversed(events.generations(folder)):
@@ -344,12 +345,12 @@ class PeerRunner:
         """See `decent_jax.train.loop.Runner`."""
         return self._stepper.state
 
-    def restore(self) -> tuple[int, dict[str, Any]]:
+    def restore(self) -> tuple[int, Json]:
         """See `decent_jax.train.loop.Runner`."""
         start, meta = self._stepper.restore()
         return self._boundary.begin(start), meta
 
-    def step(self, done: int, until: int) -> list[dict[str, Any]]:
+    def step(self, done: int, until: int) -> list[Json]:
         """See `decent_jax.train.loop.Runner`."""
         return [] if self._boundary.over(done) else self._stepper.step(done, until)
 
@@ -358,6 +359,6 @@ class PeerRunner:
         zero = jnp.float32(0)
         return Consensus(zero, zero)
 
-    def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
+    def finish(self, done: int, saver: Saver, clock: Clock) -> Json:
         """See `decent_jax.train.loop.Runner`."""
         return self._boundary.end(done, self.state)

@@ -6,13 +6,14 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decent_jax.actors.handles import Actor, Actors, Call, Unanswered
 from decent_jax.actors.ray_cluster import reserved
 from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.json_files import is_whole, read_json
+from decent_jax.ground.json_files import Json, is_whole, read_json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.peers import Config, events, peer_run
 from decent_jax.peers.membership import Membership
 from decent_jax.peers.peer import Peer
@@ -64,7 +65,7 @@ class Supervisor:
         config: Config,
         folder: Path,
         steps: int,
-        before: dict[str, Any],
+        before: Json,
         say: Callable[[str], None],
         actors: Actors,
         data: dict[str, str] | None = None,
@@ -181,7 +182,7 @@ class Supervisor:
         path = self.folder / FOLDER / peer_run.COUNT
         if not path.exists():
             return
-        wanted: Any = None
+        wanted: object = None
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):
             wanted = read_json(path)["count"]
         if not is_whole(wanted, 1, peer_run.MOST):
@@ -217,14 +218,14 @@ class Supervisor:
 
     # --- Status -----------------------------------------------------------------------------------
 
-    def refresh(self) -> dict[int, dict[str, Any]]:
+    def refresh(self) -> dict[int, Json]:
         """Update `status`, report changes, and return it."""
         self.status = self.membership.status()
         for rank, status in self.status.items():
             self._say_changes(rank, status)
         return self.status
 
-    def snapshots(self, actors: list[Actor]) -> list[Any]:
+    def snapshots(self, actors: list[Actor]) -> list[PyTree]:
         """The latest snapshots of these peers.
 
         No peer waits for this; a peer without an answer within ``peers.exchange_s`` is left out.
@@ -237,7 +238,7 @@ class Supervisor:
                 snapshots.append(calls[k].result(seconds))
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
-    def of(self, rank: int) -> dict[str, Any]:
+    def of(self, rank: int) -> Json:
         """The status of a rank, see `Membership.status`."""
         return self.status.get(rank, {"rank": rank, **_NOBODY})
 
@@ -251,7 +252,7 @@ class Supervisor:
         """Whether any peer trains, as far as the membership knows."""
         return any(self.of(rank)["member"] for rank in self.live)
 
-    def _say_changes(self, rank: int, status: dict[str, Any]) -> None:
+    def _say_changes(self, rank: int, status: Json) -> None:
         if rank not in self.live:
             return
         name = f"peer {rank}.{status['generation']}"

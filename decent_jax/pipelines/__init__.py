@@ -7,10 +7,11 @@ in any other run (`decent_jax.optim`). See docs/pipelines.md.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from decent_jax.gossip import codecs
 from decent_jax.ground.fields import changeable, setting
+from decent_jax.ground.json_files import Json
 from decent_jax.train import settings
 
 
@@ -54,7 +55,7 @@ def check(config: Config) -> None:
     part.check(config)
 
 
-def run(config: Config, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> Json:
     """Train pipelines in ``workdir``; see `decent_jax.pipelines.runner.run`."""
     return _runner(config).run(config, workdir)
 
@@ -64,7 +65,7 @@ def dry_run(config: Config) -> None:
     _runner(config).dry_run(config)
 
 
-def _runner(config: Config) -> Any:
+def _runner(config: Config) -> ModuleType:
     """The module that trains, imported once the config is checked and Ray's environment is set."""
     from decent_jax.actors import ray_cluster
 

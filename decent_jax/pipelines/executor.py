@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from decent_jax.data import loader
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import PeerLost
+from decent_jax.ground.pytree import PyTree
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
 from decent_jax.plan import orders
@@ -36,16 +37,16 @@ class Mailbox:
     """Messages for one stage; put and taken by different threads."""
 
     def __init__(self):
-        self._messages: dict[Key, Any] = {}
+        self._messages: dict[Key, PyTree] = {}
         self._changed = threading.Condition()
 
-    def put(self, key: Key, value: Any) -> None:
+    def put(self, key: Key, value: PyTree) -> None:
         """Keep a message until it is taken."""
         with self._changed:
             self._messages[key] = value
             self._changed.notify_all()
 
-    def take(self, key: Key, seconds: float) -> Any:
+    def take(self, key: Key, seconds: float) -> PyTree:
         """Wait for a message, and remove it.
 
         Raises:
@@ -76,11 +77,11 @@ class Channel:
 
     def __init__(self, address: Address, secret: bytes):
         self._address, self._secret = address, secret
-        self._messages: queue.SimpleQueue[tuple[Key, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Key, PyTree]] = queue.SimpleQueue()
         self._broken: Exception | None = None
         threading.Thread(target=self._send_all, daemon=True).start()
 
-    def send(self, key: Key, value: Any) -> None:
+    def send(self, key: Key, value: PyTree) -> None:
         """Send None, or arrays in tuples and dicts, which may still be computing.
 
         Raises:
@@ -101,7 +102,7 @@ class Channel:
             self._broken = error
 
 
-Send = Callable[[int, Key, Any], None]  # to a stage of the same replica; does not wait
+Send = Callable[[int, Key, PyTree], None]  # to a stage of the same replica; does not wait
 
 
 class Span(NamedTuple):
@@ -136,7 +137,7 @@ class StageExecutor:
     """
 
     def __init__(
-        self, stage: Stage, mailbox: Mailbox, send: Send, batches: Iterator[Any] | None = None
+        self, stage: Stage, mailbox: Mailbox, send: Send, batches: Iterator[PyTree] | None = None
     ):
         self.stage, self._mailbox, self._send = stage, mailbox, send
         self.config, self.part = stage.config, stage.part
@@ -147,7 +148,7 @@ class StageExecutor:
         self._order = orders.order(pipeline.order, self._stages, cuts, self.part.stage)
         self._batches = batches
         self._waited = 0.0  # for batches, in the current steps
-        self._latest: Any = None  # last dispatched result of the current gradient
+        self._latest: PyTree = None  # last dispatched result of the current gradient
         self._timed, self._missed, self._seconds = False, 0.0, {}  # see `_timed_gradient`
 
     # --- Training ---------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class StageExecutor:
         stage.update(value, norm, grads, rnd, mixed)
         return loss, norm
 
-    def gradient(self, t: int) -> tuple[Any, Any]:
+    def gradient(self, t: int) -> tuple[PyTree, PyTree]:
         """(L,) losses over the batches of step ``t``, and gradients (L, ...) of this stage."""
         stage, part = self.stage, self.part
         params = stage.rows(stage.state.params)
@@ -188,7 +189,7 @@ class StageExecutor:
         self._latest = None
         return loss, grads
 
-    def _timed_gradient(self, t: int) -> tuple[Any, Any]:
+    def _timed_gradient(self, t: int) -> tuple[PyTree, PyTree]:
         """`gradient`, and how long this stage computes and waits for other stages."""
         self._timed, self._missed, waited = True, 0.0, self._waited
         began = time.monotonic()
@@ -198,14 +199,14 @@ class StageExecutor:
         self._seconds = {"compute_s": seconds - self._missed, "wait_s": self._missed}
         return result
 
-    def _forward_backward(self, params: Any, borrowed: Any, t: int) -> Any:
+    def _forward_backward(self, params: PyTree, borrowed: PyTree, t: int) -> PyTree:
         """Forward and backward of all micro-batches: (loss, gradients), see `Stage.zeros`."""
         stage, part = self.stage, self.part
         began = time.monotonic()
         tokens = next(self._batches) if self._batches is not None else None
         self._waited += time.monotonic() - began
         total = stage.zeros(params, borrowed)
-        inputs: dict[int, Any] = {}
+        inputs: dict[int, PyTree] = {}
         for action, k in self._order:
             cut = None if tokens is None else tokens[:, k :: self._micro_batches]
             if action == "forward":
@@ -222,7 +223,7 @@ class StageExecutor:
                 self._send(part.stage - 1, self._key("gradient", t, k), dx)
         return total
 
-    def _exchange(self, own: Any, t: int) -> Any:
+    def _exchange(self, own: PyTree, t: int) -> PyTree:
         """Losses and gradient norms of the replicas, from losses and squares of all stages.
 
         All stages of a replica must clip, accept or reject the update alike.
@@ -239,7 +240,7 @@ class StageExecutor:
         norms = [total_norm([float(squares) for squares in row]) for row in rows]
         return losses, values, np.array(norms, np.float32)
 
-    def _lend(self, params: Any, kind: str, t: int) -> Any:
+    def _lend(self, params: PyTree, kind: str, t: int) -> PyTree:
         """Send the shared table, or receive it; returns what this stage borrows."""
         if self.part.lends:
             copy = {TABLE: jax.tree.map(jnp.copy, params[TABLE])}  # the update donates the table
@@ -284,7 +285,7 @@ class StageExecutor:
     def _key(self, kind: str, t: int, k: int = 0) -> Key:
         return Key(kind, t, k, self.part.stage)
 
-    def _take(self, kind: str, t: int, k: int = 0, sender: int = 0) -> Any:
+    def _take(self, kind: str, t: int, k: int = 0, sender: int = 0) -> PyTree:
         if self._timed:
             jax.block_until_ready(self._latest)
         began = time.monotonic()

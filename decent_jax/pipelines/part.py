@@ -10,6 +10,7 @@ from decent_jax import optim, replicas
 from decent_jax.gossip import codecs
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.pytree import PyTree
 from decent_jax.models import decoders, gpt2, pieces
 from decent_jax.pipelines import Config
 from decent_jax.plan import orders
@@ -62,17 +63,17 @@ class Part(NamedTuple):
         """Whether its output layer is the token embedding of the first stage."""
         return self.task.config.tied and self.is_last and not self.is_first
 
-    def of_whole(self, params: Any) -> Any:
+    def of_whole(self, params: PyTree) -> PyTree:
         """Its parameters, out of those of the whole model."""
         params = decoders.part(self.task.config, params, self.start, self.stop)
         return {name: params[name] for name in params if not (self.borrows and name == TABLE)}
 
-    def init(self, key: jax.Array) -> tuple[Any, Any]:
+    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Its initial parameters; under `jax.jit` no others are drawn."""
         params, model_state = self.task.init(key)
         return self.of_whole(params), model_state
 
-    def load_params(self) -> Any | None:
+    def load_params(self) -> PyTree | None:
         """Its part of the pretrained parameters, or None."""
         loaded = self.task.load_params()
         return None if loaded is None else self.of_whole(loaded)
@@ -89,7 +90,7 @@ def layers_of(config: Config, model: gpt2.GPT2Config) -> list[int]:
 
 def method(
     config: Config, schedule: Schedule, rate: optax.Schedule, placement: Placement
-) -> optax.GradientTransformationExtraArgs:
+) -> optim.Method:
     """The method of one stage of a replica, for gradients that are already clipped.
 
     Clipping needs the norm over all stages. For the same reason ``all_reduce`` receives averaged
@@ -99,7 +100,8 @@ def method(
     mask = pieces.decay_mask
     if config.algorithm == "all_reduce":
         parts = algorithm.parts(unclipped, schedule, rate, mask, placement.axis_name)
-        return optim.decentralized(parts.inner, schedule, axis_name=placement.axis_name)
+        mixes = optim.decentralized(parts.inner, schedule, axis_name=placement.axis_name)
+        return optim.as_method(mixes)
     return algorithm.transformation(unclipped, schedule, rate, mask, placement.axis_name)
 
 

@@ -17,6 +17,7 @@ from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.checkpoints.on_disk import change_of
 from decent_jax.ground.format import format_bytes, format_duration, format_number
+from decent_jax.ground.json_files import Json
 from decent_jax.monitor.comm_metrics import CommMetrics
 from decent_jax.monitor.goodput import Clock
 from decent_jax.pipelines import Config
@@ -37,7 +38,7 @@ from decent_jax.train.workdir import Workdir
 _LONGEST_SPAN_S = 5.0  # of steps between two calls of the workers
 
 
-def run(config: Config, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> Json:
     """Train pipelines as ``config`` says, in ``workdir``; resume the run that is there.
 
     Returns, raises: as `decent_jax.train.run`.
@@ -92,7 +93,7 @@ class Pipelines:
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row
 
-    def restore(self) -> tuple[int, dict[str, Any]]:
+    def restore(self) -> tuple[int, Json]:
         """See `decent_jax.train.loop.Runner`."""
         with self.work.console.announce(f"starting {len(self._workers.specs)} workers"):
             self._workers.open(facts_of(self._config, self.experiment.task))
@@ -127,7 +128,7 @@ class Pipelines:
         self._start, self._clock = start, clock
         yield
 
-    def step(self, done: int, until: int) -> list[dict[str, Any]]:
+    def step(self, done: int, until: int) -> list[Json]:
         """Let the workers make steps for some seconds; see `decent_jax.train.loop.Runner`."""
         stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
         logs = passed(self._config.log.every, done, stop) or stop == self.experiment.steps
@@ -183,7 +184,7 @@ class Pipelines:
         total, count = np.sum([part for part in sums if part is not None], axis=0)
         return {"eval/loss": float(total / count)}, Model(None, None)
 
-    def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
+    def finish(self, done: int, saver: Saver, clock: Clock) -> Json:
         """See `decent_jax.train.loop.Runner`."""
         params, _, _ = restore_model(self.work.path, "last")
         params = jax.tree.map(lambda x: jnp.asarray(x)[None], params)

@@ -15,11 +15,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import gossip, optim, replicas
+from decent_jax import gossip, replicas
 from decent_jax.checkpoints import arrays
 from decent_jax.gossip import codecs
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.models import decoders
 from decent_jax.models.pieces import cross_entropy
+from decent_jax.optim import Method
 from decent_jax.pipelines import Config
 from decent_jax.pipelines.part import Part
 from decent_jax.replicas import Placement, TrainState
@@ -59,7 +62,7 @@ class Stage:
     """
 
     def __init__(
-        self, config: Config, schedule: Schedule, placement: Placement, tx: Any, part: Part
+        self, config: Config, schedule: Schedule, placement: Placement, tx: Method, part: Part
     ):
         self.config, self.schedule, self.placement = config, schedule, placement
         self.part, self._tx, self._model = part, tx, part.task.config
@@ -86,11 +89,11 @@ class Stage:
 
     # --- One step of the replicas -----------------------------------------------------------------
 
-    def rows(self, tree: Any) -> Any:
+    def rows(self, tree: PyTree) -> PyTree:
         """This process's rows (L, ...) of stacked arrays (n, ...), on its device."""
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
-    def put(self, tree: Any) -> Any:
+    def put(self, tree: PyTree) -> PyTree:
         """Host arrays (L, ...) of this process's rows as stacked arrays (n, ...)."""
         return self._all(jax.tree.map(jnp.array, tree))
 
@@ -101,7 +104,7 @@ class Stage:
             return None
         return self._together.submit(mix, state.params, state.opt_state, rnd=rnd)
 
-    def mean(self, loss: Any, grads: Any) -> tuple[Any, Any]:
+    def mean(self, loss: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
         """Loss and gradients (L, ...) averaged over all replicas, for ``all_reduce``."""
         return self.rows(self._run(self._mean, self._all((loss, grads))))
 
@@ -109,7 +112,7 @@ class Stage:
         self,
         loss: np.ndarray,
         norm: np.ndarray,
-        grads: Any,
+        grads: PyTree,
         rnd: int | None,
         mixed: "Future | None",
     ) -> None:
@@ -140,7 +143,7 @@ class Stage:
         norm = distance / relative if relative else 0.0
         return np.square(np.array([distance, norm]))
 
-    def consensus_model(self) -> Any:
+    def consensus_model(self) -> PyTree:
         """The mean of all replicas: parameters without a replica dimension."""
         return self.rows(self._consensus_model())
 
@@ -160,13 +163,13 @@ class Stage:
         model = {"params": self._consensus_model(), "model_state": {}}
         return self._run(arrays.begin, writer, draft, self.name, model)
 
-    def restore(self, checkpoint: Path, meta: dict[str, Any]) -> None:
+    def restore(self, checkpoint: Path, meta: Json) -> None:
         """Restore its arrays from a checkpoint of any number of stages and replicas."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
         source = checkpoint, meta, like, self.placement, self.config.optimizer.accum_steps
         self.state = self._run(arrays.restore, *source)
 
-    def _consensus_model(self) -> Any:
+    def _consensus_model(self) -> PyTree:
         return self._run(self._consensus, self.state.params)
 
     # --- Code of one replica ----------------------------------------------------------------------
@@ -239,14 +242,13 @@ class Stage:
 
     # --- Programs of all replicas -----------------------------------------------------------------
 
-    def _run(self, program, *args, **static) -> Any:
+    def _run(self, program, *args, **static) -> PyTree:
         """The result of a program of all replicas."""
         return self._together.submit(program, *args, **static).result()
 
     def _start_programs(self) -> None:
         placement, rows = self.placement, P("replica")
         tx, axis, clip = self._tx, placement.axis_name, self.config.optimizer.clip_norm
-        early = optim.as_method(tx).early
 
         def program(fn, count, **options):
             """Jitted, of one replica's code with ``count`` arguments and a static round."""
@@ -266,14 +268,14 @@ class Stage:
             params, opt_state, _ = step_lib.update(*inputs, mixed)
             return state._replace(params=params, opt_state=opt_state)
 
-        self._mix = program(lambda x, state, rnd: early(x, state, rnd), 2) if early else None
+        self._mix = program(tx.early, 2) if tx.early else None
         self._mean = program(lambda x, rnd: gossip.mean(x, axis), 1)
         self._update = program(update, 5, donate_argnums=0)
         everywhere = placement.replicated
         self._distance = jax.jit(replicas.consensus_distance, out_shardings=everywhere)
         self._consensus = jax.jit(replicas.consensus_mean, out_shardings=everywhere)
 
-    def _all(self, tree: Any) -> Any:
+    def _all(self, tree: PyTree) -> PyTree:
         """Rows (L, ...) of this process as stacked arrays (n, ...)."""
         placement = self.placement
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
@@ -19,12 +20,12 @@ from decent_jax.cluster.start import limit_exchanges
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.json_files import flat
+from decent_jax.ground.json_files import Json
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.monitor.comm_metrics import CommMetrics
 from decent_jax.pipelines import Config
 from decent_jax.pipelines import part as parts
-from decent_jax.pipelines.executor import Channel, Key, Mailbox, StageExecutor, open_batches
+from decent_jax.pipelines.executor import Channel, Key, Mailbox, Span, StageExecutor, open_batches
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Stage
 from decent_jax.plan.plan_file import Plan
@@ -39,7 +40,7 @@ LOGS = "workers"  # folder of workers/REPLICA-STAGE.txt
 class WorkerSpec(NamedTuple):
     """The position of a worker in the grid, and its run."""
 
-    config: dict[str, Any]
+    config: Json
     workdir: str
     replica: int
     stage: int
@@ -104,7 +105,7 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
     Raises:
       ConfigError: its data cannot be used, or are not those with the facts ``data``.
     """
-    config: Config = config_lib.from_values(flat(worker.config))
+    config: Config = config_lib.from_values(worker.config)
     xla.use_cache()
     schedule = config_lib.make_schedule(config)
     task = _task(config, Path(worker.workdir), announce_on_stderr)
@@ -196,7 +197,7 @@ class Worker:
             multihost_utils.sync_global_devices("open")
         self._writer = ocp.StandardCheckpointer()
 
-    def restore(self, checkpoint: Path, meta: dict[str, Any]) -> str:
+    def restore(self, checkpoint: Path, meta: Json) -> str:
         """Restore its arrays from a checkpoint; returns the reason if that fails, else ""."""
         try:
             self._stage.restore(checkpoint, meta)
@@ -211,7 +212,7 @@ class Worker:
         self._comm_metrics = CommMetrics(Path(self._spec.workdir), self._spec.log.stem)
         self._reported = start
 
-    def train(self, start: int, stop: int, row: bool) -> Any:
+    def train(self, start: int, stop: int, row: bool) -> Span:
         """See `StageExecutor.train`."""
         span = self._executor.train(start, stop, row)
         if row and stop > self._reported:
@@ -220,7 +221,7 @@ class Worker:
             self._reported = stop
         return span
 
-    def evaluate(self) -> Any:
+    def evaluate(self) -> np.ndarray | None:
         """See `StageExecutor.evaluate`."""
         return self._executor.evaluate()
 
@@ -240,5 +241,5 @@ class Worker:
         """Heartbeat: its process id."""
         return os.getpid()
 
-    def _send(self, stage: int, key: Key, value: Any) -> None:
+    def _send(self, stage: int, key: Key, value: object) -> None:
         self._channels[stage].send(key, value)

@@ -12,6 +12,7 @@ from decent_jax.checkpoints import on_disk as folders
 from decent_jax.checkpoints.arrays import STAGE
 from decent_jax.checkpoints.on_disk import BEST, FOLDER
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.ground.json_files import Json
 from decent_jax.pipelines import Config
 from decent_jax.pipelines.worker import Worker, WorkerSpec
 from decent_jax.plan.plan_file import Plan
@@ -94,11 +95,11 @@ class Workers:
         self.wait(calls)
         self.all("connect")
 
-    def all(self, name: str, *args: Any) -> list[Any]:
+    def all(self, name: str, *args: object) -> list[Any]:
         """The results of a method of each worker."""
         return self.wait(self.begin(name, *args))
 
-    def begin(self, name: str, *args: Any) -> list[Call]:
+    def begin(self, name: str, *args: object) -> list[Call]:
         """Call a method of each worker."""
         return [actor.call(name, *args) for actor in self._started]
 
@@ -219,7 +220,7 @@ class WorkerCheckpoints:
 
     def __init__(self, workdir: Path, workers: Workers, keep: int):
         self.workdir, self._workers, self._keep = workdir, workers, keep
-        self._writing: tuple[list[Any], Path, dict[str, Any], int] | None = None
+        self._writing: tuple[list[Call], Path, Json, int] | None = None
         self._saved = -1
         folders.clear(workdir)
 
@@ -227,10 +228,10 @@ class WorkerCheckpoints:
         """Steps with a finished checkpoint, the oldest first."""
         return folders.steps(self.workdir / FOLDER)
 
-    def newest(self, say: Callable[[str], object]) -> dict[str, Any]:
+    def newest(self, say: Callable[[str], object]) -> Json:
         """The meta of the newest checkpoint that all workers could restore; or {}."""
 
-        def restore(checkpoint: Path, meta: dict[str, Any]) -> None:
+        def restore(checkpoint: Path, meta: Json) -> None:
             for why in self._workers.all("restore", checkpoint, meta):
                 if why:
                     raise CheckpointError(why)
@@ -239,13 +240,13 @@ class WorkerCheckpoints:
         self._saved = meta.get("step", -1)
         return meta
 
-    def save(self, step: int, state: None, meta: dict[str, Any]) -> None:
+    def save(self, step: int, state: None, meta: Json) -> None:
         """Copy the state of all workers, and write it in the background."""
         if step != self._saved:
             self._saved = step
             self._save("save", FOLDER, step, meta, self._keep)
 
-    def save_best(self, step: int, params: None, model_state: None, meta: dict[str, Any]) -> None:
+    def save_best(self, step: int, params: None, model_state: None, meta: Json) -> None:
         """Save the consensus model as the best so far, in the background."""
         self._save("save_model", BEST, step, meta, keep=1)
 
@@ -269,7 +270,7 @@ class WorkerCheckpoints:
         """As `wait`."""
         self.wait()
 
-    def _save(self, how: str, name: str, step: int, meta: dict[str, Any], keep: int) -> None:
+    def _save(self, how: str, name: str, step: int, meta: Json, keep: int) -> None:
         self.wait()
         draft = folders.draft_of(self.workdir / name, step)
         sums = self._workers.all(how, draft)

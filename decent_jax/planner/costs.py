@@ -152,8 +152,8 @@ def ring_phase(network: Network, groups: Groups, num_bytes: float, *, laps: int 
 
     One lap is a reduce-scatter or an all-gather. A group of g sends chunks of ``num_bytes / g``
     around itself in the order given, ``laps (g - 1)`` times. A member passes a chunk on when it
-    has arrived and the link is free, so that one slow link sets the pace by its bandwidth, and
-    latencies add up along the way.
+    has arrived and the link is free. The bandwidth of the slowest link therefore sets the pace, and
+    latencies add up.
     """
     duration = np.zeros(network.num_devices)
     rings = [group for group in groups if len(group) > 1]

@@ -15,7 +15,7 @@ import numpy as np
 from decent_jax.ground import command_line
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown, split_outside_brackets
-from decent_jax.ground.json_files import flat, is_real
+from decent_jax.ground.json_files import Json, is_real
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.planner import network
 from decent_jax.planner.network import Network
@@ -31,7 +31,7 @@ SHORTEST_S, LONGEST_S = 1e-9, 1e5  # of a step: a cycle of a processor, a day
 # --- flags --------------------------------------------------------------------------------------
 
 
-def number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
+def number(low: float, high: float, kind: type = float) -> Callable[[str], object]:
     """The ``type`` of a flag: a number from ``low`` to ``high``."""
 
     def read(text: str) -> float:
@@ -49,7 +49,7 @@ def number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
     return read
 
 
-def several(one: Callable[[str], Any]) -> Callable[[str], list]:
+def several(one: Callable[[str], object]) -> Callable[[str], list]:
     """The ``type`` of a flag: a comma-separated list of values."""
     return lambda text: [one(part) for part in text.split(",")]
 
@@ -72,7 +72,7 @@ MUST = "required"
 
 
 # Name, metavar, type, default (one other than None is added to the help), help.
-Flag = tuple[str, str, Callable[[str], Any], Any, str]
+Flag = tuple[str, str, Callable[[str], object], Any, str]
 NETWORK = (
     ("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
     ("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
@@ -129,7 +129,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 def add(parser: Any, flags: Iterable[Flag]) -> None:
     """Add flags to a parser or to an argument group."""
     for name, metavar, kind, default, words in flags:
-        how: dict[str, Any] = {"required": True} if default is MUST else {"default": default}
+        how: Json = {"required": True} if default is MUST else {"default": default}
         if default not in (None, MUST):
             words += " (default: %(default)s)"
         parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=words, **how)
@@ -188,10 +188,10 @@ def choose_method(options: argparse.Namespace) -> None:
     options.combine = "awc" if "awc" in METHODS[name].orders else "atc"
 
 
-def fields_of(options: argparse.Namespace, choice: Choice) -> dict[str, Any]:
+def fields_of(options: argparse.Namespace, choice: Choice) -> Json:
     """The fields that select this choice; with ``--config``, those that differ from it."""
     fields = config_fields(choice, options.algorithm, options.optimizer)
-    has = {} if options.base is None else flat(options.base)
+    has = {} if options.base is None else options.base.by_name
     return {name: value for name, value in fields.items() if value != has.get(name)}
 
 
@@ -293,6 +293,6 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
     return num_replicas // size
 
 
-def search_of(options: argparse.Namespace) -> dict[str, Any]:
+def search_of(options: argparse.Namespace) -> Json:
     """Arguments of a search."""
     return {"time_limit_s": options.time_limit_s, "progress": sys.stderr.isatty()}

@@ -1,10 +1,10 @@
 """Choice of schedule, interval and codec by the predicted step time.
 
 Choices within 1% of the fastest step count as equally fast; the first of them is the one whose
-replicas agree soonest (`steps_per_averaging`). Nothing is said about the loss, which depends on
-model, optimizer and data: docs/results.md has measured losses of schedules, formats and longer
-pauses between rounds, and docs/algorithms.md of methods. So only what is asked for is tried. Coding
-a message takes no time here.
+replicas agree soonest (`steps_per_averaging`). The loss is not predicted, since it depends
+on model, optimizer and data; docs/results.md has measured losses for schedules, formats and longer
+intervals, and docs/algorithms.md for methods. Therefore only the requested choices are compared.
+Encoding a message is assumed to take no time.
 """
 
 import dataclasses
@@ -12,12 +12,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from decent_jax import topology
 from decent_jax.ground.format import format_bytes, table
+from decent_jax.ground.json_files import Json
 from decent_jax.planner import predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload, codes
@@ -80,8 +81,8 @@ def choices(
     """All-reduce and every combination, the best first.
 
     Args:
-      schedules: names for `topology.make`; left out, all that exist for this network.
-      mix_every, codecs, combine: of `Gossip`; a codec that a schedule cannot have is left out.
+      schedules: names for `topology.make`; by default, all that exist for this network.
+      mix_every, codecs, combine: of `Gossip`; a codec that a schedule does not support is left out.
     """
     n, model_bytes = network.num_devices, workload.model_bytes
     all_reduce = predict.algorithm_of("all_reduce", network, workload)
@@ -146,9 +147,7 @@ def format_table(choices: Sequence[Choice], most: int = 12) -> str:
     return table(headings, rows)
 
 
-def config_fields(
-    choice: Choice, algorithm: str = "accum_adam", optimizer: str = ""
-) -> dict[str, Any]:
+def config_fields(choice: Choice, algorithm: str = "accum_adam", optimizer: str = "") -> Json:
     """The config fields, by dotted name, that select this choice.
 
     Args:
@@ -156,7 +155,7 @@ def config_fields(
       optimizer: the local one of that algorithm, for all_reduce; "": the config's own.
     """
     gossip = choice.algorithm
-    fields: dict[str, Any] = {"num_replicas": choice.prediction.num_replicas}
+    fields: Json = {"num_replicas": choice.prediction.num_replicas}
     if isinstance(gossip, AllReduce):
         fields |= {"algorithm": "all_reduce", "combine": "", "mix_every": 1}
         fields |= {"codec": "float32", "gamma": 1.0, "gamma_lr_exponent": 0.0}

@@ -1,15 +1,14 @@
 """One self-contained HTML page about a run, or a comparison of several, drawn by plotly."""
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 
 from decent_jax.ground.command_line import MARK
 from decent_jax.ground.format import format_number
-from decent_jax.ground.json_files import write_atomic
+from decent_jax.ground.json_files import Json, write_atomic
 from decent_jax.ground.run_folder import IGNORED, SCORES, RunFolder, smoothed
 from decent_jax.monitor import goodput_file, run_state
 from decent_jax.plots import style
@@ -79,7 +78,7 @@ def _figures(runs: Sequence[RunFolder]) -> Iterator[go.Figure]:
             yield figure
 
 
-def _table(title: str, columns: Sequence[Mapping[str, Any]], runs: Sequence[RunFolder]) -> str:
+def _table(title: str, columns: Sequence[Json], runs: Sequence[RunFolder]) -> str:
     """A row per key, a column per run."""
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     rows = [f"<h2>{title}</h2><table><tr><th></th>{heads}</tr>"]

@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from decent_jax.ground.command_line import MARK
+from decent_jax.ground.json_files import Json
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish (without the pale yellow).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
@@ -52,7 +53,7 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
     return max(1, min(len(labels), 3, int(width / inches)))
 
 
-def look(k: int) -> dict[str, Any]:
+def look(k: int) -> Json:
     """The colour and the dashes of the k-th line."""
     return {"color": COLOURS[k % len(COLOURS)], "ls": ("-", "--", ":", "-.")[k // len(COLOURS) % 4]}
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from decent_jax.ground import extras
+from decent_jax.ground.pytree import PyTree
 
 extras.need("train", "ml_collections")
 
@@ -24,6 +26,8 @@ from decent_jax.ground.fields import changeable, section, setting
 
 if TYPE_CHECKING:
     import jax
+
+Announce = Callable[[str], AbstractContextManager[None]]
 
 TASKS: dict[str, Any] = {
     "language_modeling": "decent_jax.tasks.language_modeling",
@@ -70,7 +74,7 @@ class TaskConfig:
     data: Any = section(TaskData)
 
 
-def register(name: str, module: Any) -> None:
+def register(name: str, module: object) -> None:
     """Registers ``module`` under ``config.task = name``, in this process.
 
     Args:
@@ -98,7 +102,7 @@ def find(name: str) -> TaskModule:
     return _checked(module_named(path, "task"), name)
 
 
-def _checked(module: Any, name: str) -> TaskModule:
+def _checked(module: object, name: str) -> TaskModule:
     for member in ("validate", "make"):
         if not callable(getattr(module, member, None)):
             raise ConfigError.about("task", name, f"must have a function {member!r}")
@@ -112,7 +116,7 @@ def _checked(module: Any, name: str) -> TaskModule:
     return cast(TaskModule, module)
 
 
-def sections(module: Any) -> dict[str, type]:
+def sections(module: object) -> dict[str, type]:
     """The classes of the sections ``model`` and ``data`` of a task's configs."""
     return {"model": getattr(module, "Model", NoModel), "data": getattr(module, "Data", TaskData)}
 
@@ -148,7 +152,7 @@ class TaskModule(Protocol):
     def validate(self, config: TaskConfig) -> None:
         """Raises ConfigError, one sentence with both values, before anything compiles."""
 
-    def make(self, config: TaskConfig, workdir: Path, announce: Callable) -> Task:
+    def make(self, config: TaskConfig, workdir: Path, announce: Announce) -> Task:
         """Returns the task; raises DataError for data that cannot be used."""
         ...
 
@@ -172,37 +176,37 @@ class Task(Protocol):
     eval_source: Any
     mixes_state: bool = False  # whether every round mixes model_state, like the parameters
 
-    def init(self, key: jax.Array) -> tuple[Any, Any]:
+    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Draws (params, model_state); jittable."""
         ...
 
-    def load_params(self) -> Any | None:
+    def load_params(self) -> PyTree | None:
         """Parameters to start from (host arrays), or None to draw them with ``init``."""
         return None
 
     def loss(
-        self, params: Any, model_state: Any, batch: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
+        self, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         """Mean loss of a batch (leading dimension B) and the new ``model_state``."""
         ...
 
     def evaluate(
-        self, params: Any, model_state: Any, batch: Any, weights: jax.Array
+        self, params: PyTree, model_state: PyTree, batch: PyTree, weights: jax.Array
     ) -> dict[str, jax.Array]:
         """Weighted sums over a batch: ``count``, and for each metric the sum behind its mean."""
         ...
 
-    def decay_mask(self, params: Any) -> Any:
+    def decay_mask(self, params: PyTree) -> PyTree:
         """The weight-decay mask: by default, True for matrices."""
         from decent_jax.models import pieces  # flax, which not every command needs
 
         return pieces.decay_mask(params)
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, object]:
         """Entries of summary.json about the data and the model."""
         ...
 
-    def demonstrate(self, params: Any, model_state: Any) -> str:
+    def demonstrate(self, params: PyTree, model_state: PyTree) -> str:
         """Text to show after training, such as a sample; "": none."""
         return ""
 
@@ -215,10 +219,10 @@ class RecomputesState(Protocol):
 
     recompute_batches: int
 
-    def moments(self, params: Any, batch: Any) -> Any:
+    def moments(self, params: PyTree, batch: PyTree) -> PyTree:
         """Moments of one batch, to be averaged over ``recompute_batches`` training batches."""
 
-    def from_moments(self, moments: Any) -> Any:
+    def from_moments(self, moments: PyTree) -> PyTree:
         """The ``model_state`` for such averages."""
 
 
@@ -239,12 +243,12 @@ class TrainedRun(Protocol):
         ...
 
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         """The consensus model: float32 host arrays without a replica dimension."""
 
     @property
-    def model_state(self) -> Any:
+    def model_state(self) -> PyTree:
         """The mean of the replicas' states, as host arrays."""
 
-    def evaluated_state(self, task: Task) -> Any:
+    def evaluated_state(self, task: Task) -> PyTree:
         """The state with which training evaluated the model; see `RecomputesState`."""

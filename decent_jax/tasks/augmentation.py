@@ -49,7 +49,7 @@ def augment(
     return images
 
 
-def logits_of_views(logits_of: Callable, images: jax.Array) -> jax.Array:
+def logits_of_views(logits_of: Callable, images: Any) -> Any:
     """Mean logits of an image, its mirror image, and both shifted by a pixel in two directions.
 
     The unshifted ones have half of the weight (Jordan, 2024).

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import airbench, resnet, weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import Params, cross_entropy
 from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, impossible_model
 from decent_jax.tasks.augmentation import augment, logits_of_views, normalize
 
@@ -145,10 +145,10 @@ def model_config(config: ImageConfig, num_classes: int) -> Config:
             why = f"must be left out, because the preset {model.preset!r} has none"
             raise ConfigError.about(f"model.{name}", value, why)
     try:
-        given: dict[str, Any] = {name: getattr(model, name) for name in ("width", "small_images")}
-        given["blocks"] = _blocks(model.blocks)
-        given = {name: value for name, value in given.items() if value}
-        return dataclasses.replace(preset, **given, num_classes=num_classes, dtype=model.dtype)
+        changes: Params = {name: getattr(model, name) for name in ("width", "small_images")}
+        changes["blocks"] = _blocks(model.blocks)
+        changes = {name: value for name, value in changes.items() if value}
+        return dataclasses.replace(preset, **changes, num_classes=num_classes, dtype=model.dtype)
     except ValueError as error:
         raise impossible_model(config, error) from None
 
@@ -313,8 +313,8 @@ def _unless_not_finite(new, old):
 class TrainedClassifier(NamedTuple):
     """What `load` returns."""
 
-    params: Any  # nested dict of float32 host arrays, no replica dimension
-    statistics: Any  # batch-norm statistics, likewise; those of the evaluation
+    params: Params  # nested dict of float32 host arrays, no replica dimension
+    statistics: Params  # batch-norm statistics, likewise; those of the evaluation
     config: Config
     class_names: tuple[str, ...] | None  # None: the folder of images is not here
     step: int

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import changeable, dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import decoders, hf_config, weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import Params, cross_entropy
 from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, check_iid, impossible_model
 
 STDLIB = "stdlib"
@@ -133,11 +133,11 @@ def model_config(config: Config, tokenizer_vocab: int) -> decoders.Config:
     # 0: the preset's
     shape = ("layers", "heads", "kv_heads", "width", "hidden", "rope_theta", "norm_epsilon")
     rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
-    given = {name: getattr(model, name) for name in shape if getattr(model, name)}
-    given |= {name: getattr(model, name) for name in rest if name in has}
-    given |= {} if model.tied else {"tied": False}
+    changes = {name: getattr(model, name) for name in shape if getattr(model, name)}
+    changes |= {name: getattr(model, name) for name in rest if name in has}
+    changes |= {} if model.tied else {"tied": False}
     try:
-        return dataclasses.replace(preset, **given, vocab_size=vocab_size)
+        return dataclasses.replace(preset, **changes, vocab_size=vocab_size)
     except ValueError as error:
         raise impossible_model(config, error) from None
 
@@ -249,7 +249,7 @@ class LanguageModeling(Task):
 class TrainedDecoder(NamedTuple):
     """What `load` returns."""
 
-    params: Any  # nested dict of float32 arrays, no replica dimension
+    params: Params  # nested dict of float32 arrays, no replica dimension
     config: decoders.Config
     tokenizer: tokenizers.Tokenizer | None  # None: the token folder names none
     step: int

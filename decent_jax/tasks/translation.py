@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import changeable, dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import hf_config, transformer, weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import Params, cross_entropy
 from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, check_iid, impossible_model
 from decent_jax.tasks.translator import ALPHA, BEAM, Translator, bleu, bleu_of
 
@@ -275,7 +275,7 @@ class Translation(Task):
 class TrainedTranslator(NamedTuple):
     """What `load` returns."""
 
-    params: Any  # nested dict of float32 host arrays, no replica dimension
+    params: Params  # nested dict of float32 host arrays, no replica dimension
     config: transformer.TransformerConfig
     vocabulary: subwords.Subwords
     step: int

@@ -75,8 +75,8 @@ class Translator:
                 source = np.zeros((_BATCH, _width(len(ids[rows[0]]))), np.int32)
                 for row, i in enumerate(rows):
                     source[row, : len(ids[i])] = ids[i]
-                found = np.asarray(self._search(params, source))
-                for i, tokens in zip(rows, found, strict=False):
+                translated = np.asarray(self._search(params, source))
+                for i, tokens in zip(rows, translated, strict=False):
                     result[i] = self.vocabulary.decode(tokens)
                 bar.update(len(rows))
                 pause()

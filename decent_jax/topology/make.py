@@ -18,7 +18,7 @@ from decent_jax.topology.spec import Spec, bind, parse, unnamed
 
 
 def make(
-    name: str, num_replicas: int, *, replicas_per_node: int = 1, **parameters: Any
+    name: str, num_replicas: int, *, replicas_per_node: int = 1, **parameters: object
 ) -> Schedule:
     """The named schedule over ``num_replicas`` replicas.
 
@@ -104,7 +104,7 @@ def make(
     return schedule
 
 
-def _check_types(name: Any, num_replicas: Any, replicas_per_node: Any) -> None:
+def _check_types(name: object, num_replicas: object, replicas_per_node: object) -> None:
     if not isinstance(name, str):
         raise ValueError(f"the name of a schedule must be a text, got {shown(name)}")
     for what, value in (("num_replicas", num_replicas), ("replicas_per_node", replicas_per_node)):
@@ -229,14 +229,14 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, _Build]:
     kinds = dict(inspect.signature(builder).parameters)
     kinds.pop("n")
     needs_nodes = kinds.pop("replicas_per_node", None) is not None
-    given = bind(spec, kinds, keywords)
-    for key, value in given.items():
+    arguments = bind(spec, kinds, keywords)
+    for key, value in arguments.items():
         if isinstance(value, Spec):
-            given[key], _ = _bound(value, {})
+            arguments[key], _ = _bound(value, {})
 
     def build(n: int, replicas_per_node: int) -> list[Round]:
         for key in ("rounds", "every"):
-            count: Any = given.get(key, 1)
+            count: Any = arguments.get(key, 1)
             _check_rounds(spec.name, count, n)
             if count < 1:
                 raise ValueError(
@@ -244,11 +244,11 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, _Build]:
                 )
         nodes = {"replicas_per_node": replicas_per_node} if needs_nodes else {}
         try:
-            rounds = builder(n, **nodes, **given)
+            rounds = builder(n, **nodes, **arguments)
         except ValueError as error:
             raise ValueError(f"{spec.name} of {n} replicas: {error}") from None
         if not isinstance(rounds, list | tuple) or set(map(type, rounds)) - {Round}:
             raise ValueError(f"{spec.name} must give a list of rounds, got {shown(rounds)}")
         return list(rounds)
 
-    return Spec(spec.name, unnamed(given, kinds)), build
+    return Spec(spec.name, unnamed(arguments, kinds)), build

@@ -83,8 +83,8 @@ class Round:
         tables = [table.reshape(-1, g) for table in (*weights, *sources)]
         if any((table != table[:, :1]).any() for table in tables):
             return None
-        own, *given = (weight[::g] for weight in weights)
-        return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, given, strict=True)])
+        own, *others = (weight[::g] for weight in weights)
+        return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, others, strict=True)])
 
     def models_sent_by_nodes(self, replicas_per_node: int = 1) -> float:
         """Parameters the busiest node sends to other nodes, in units of one model.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from decent_jax.ground.format import shorten
 from decent_jax.topology.rounds import Round, connected_parts, metropolis_hastings, round_of
@@ -220,8 +221,8 @@ class Schedule:
         if not index:
             raise ValueError(f"schedule {name!r} needs a graph with at least one node, got none")
         linked = np.zeros((len(index), len(index)), bool)
-        for one, other in graph.edges():
-            linked[index[one], index[other]] = linked[index[other], index[one]] = True
+        for node, other in graph.edges():
+            linked[index[node], index[other]] = linked[index[other], index[node]] = True
         check_connected(name, [linked])
         return Schedule.from_matrices([metropolis_hastings(linked)], name)
 
@@ -246,13 +247,13 @@ def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: boo
             )
 
 
-def _real(matrix: Any, r: int) -> np.ndarray:
+def _real(matrix: ArrayLike, r: int) -> np.ndarray:
     """A float64 copy of a round's matrix, because the caller may change the original."""
     try:
-        given = np.asarray(matrix)
-        if not np.can_cast(given.dtype, np.float64, "same_kind"):
-            raise TypeError(f"type {given.dtype}")
-        copy = given.astype(np.float64)
+        array = np.asarray(matrix)
+        if not np.can_cast(array.dtype, np.float64, "same_kind"):
+            raise TypeError(f"type {array.dtype}")
+        copy = array.astype(np.float64)
     except (TypeError, ValueError) as error:  # such as complex numbers, or rows of two lengths
         raise ValueError(
             f"round {r}: weights must be real numbers ({shorten(str(error), 80)})"

@@ -38,8 +38,8 @@ class Spec:
     def __str__(self) -> str:
         if not self.arguments:
             return self.name
-        given = (f"{key}={value}" if key else str(value) for key, value in self.arguments)
-        return f"{self.name}({', '.join(given)})"
+        arguments = (f"{key}={value}" if key else str(value) for key, value in self.arguments)
+        return f"{self.name}({', '.join(arguments)})"
 
 
 def parse(text: str) -> Spec:
@@ -71,8 +71,8 @@ def _spec(node: ast.expr) -> Spec:
         case ast.Name(name):
             return Spec(name)
         case ast.Call(ast.Name(name), unnamed, named):
-            given = [(None, value) for value in unnamed] + [(k.arg, k.value) for k in named]
-            return Spec(name, tuple((key, _value(value)) for key, value in given))
+            arguments = [(None, value) for value in unnamed] + [(k.arg, k.value) for k in named]
+            return Spec(name, tuple((key, _value(value)) for key, value in arguments))
         case _:
             raise ValueError
 
@@ -95,7 +95,7 @@ def bind(
       ValueError: a parameter is unknown, given twice, unnamed or of the wrong type.
     """
     schedules = [key for key, parameter in parameters.items() if parameter.annotation is Spec]
-    given = {}
+    arguments = {}
     for key, value in [*spec.arguments, *keywords.items()]:
         if key is None:
             if not isinstance(value, Spec) or not schedules:
@@ -106,25 +106,25 @@ def bind(
             key = schedules.pop(0)
         if key not in parameters:
             raise ValueError(f"{spec.name} has no parameter {key!r}; it {_takes(parameters)}")
-        if key in given:
+        if key in arguments:
             raise ValueError(f"{spec.name}: {key} is given twice")
-        given[key] = _read(spec.name, key, value, parameters[key].annotation)
-    return {key: given[key] for key in parameters if key in given}
+        arguments[key] = _read(spec.name, key, value, parameters[key].annotation)
+    return {key: arguments[key] for key in parameters if key in arguments}
 
 
 def unnamed(
-    given: Mapping[str, Value], order: Iterable[str]
+    arguments: Mapping[str, Value], order: Iterable[str]
 ) -> tuple[tuple[str | None, Value], ...]:
     """The given values as arguments of a `Spec`: the first schedules are positional."""
-    first = list(itertools.takewhile(lambda key: isinstance(given.get(key), Spec), order))
-    return tuple((None if key in first else key, value) for key, value in given.items())
+    first = list(itertools.takewhile(lambda key: isinstance(arguments.get(key), Spec), order))
+    return tuple((None if key in first else key, value) for key, value in arguments.items())
 
 
 def _takes(parameters: Mapping[str, inspect.Parameter]) -> str:
     return f"takes {', '.join(parameters)}" if parameters else "takes no parameters"
 
 
-def _read(name: str, key: str, value: Any, annotation: Any) -> Value:
+def _read(name: str, key: str, value: Any, annotation: object) -> Value:
     """``value`` in the type of the parameter; NumPy scalars are accepted."""
     kinds = getattr(annotation, "__args__", (annotation,))
     value = value.item() if isinstance(value, _NUMPY_SCALAR) else value

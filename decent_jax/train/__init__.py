@@ -7,9 +7,9 @@
 """
 
 from pathlib import Path
-from typing import Any
 
 from decent_jax.ground import extras
+from decent_jax.ground.json_files import Json
 
 extras.need_system("decent_jax.train", "Linux", "Darwin")
 extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm")
@@ -29,7 +29,7 @@ from decent_jax.monitor import goodput
 from decent_jax.train.config import default_config, parse, trainer_of, validate
 
 
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: str | Path) -> Json:
     """Train as configured in the run directory ``workdir``; resume the run that is there.
 
     The config chooses between synchronous replicas, peers and pipelines.

@@ -20,6 +20,8 @@ from decent_jax.gossip import AxisName, codecs
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import format_bytes, shown
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import METHODS, MethodSpec, Parts
 from decent_jax.topology import Schedule, make
 from decent_jax.train.settings import Config, Optimizer
@@ -32,17 +34,17 @@ def transformation(
     config: Config,
     schedule: Schedule,
     rate: optax.ScalarOrSchedule,
-    decay_mask: Any = None,
+    decay_mask: PyTree = None,
     axis_name: AxisName = "replica",
-) -> optax.GradientTransformationExtraArgs:
-    """The transformation of one replica.
+) -> optim.Method:
+    """The method of one replica.
 
     Raises:
       ConfigError: an impossible combination; one sentence that names both parts.
     """
-    method = METHODS[config.algorithm]
     try:
-        return method.build(parts(config, schedule, rate, decay_mask, axis_name))
+        arguments = parts(config, schedule, rate, decay_mask, axis_name)
+        return optim.as_method(METHODS[config.algorithm].build(arguments))
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -51,7 +53,7 @@ def parts(
     config: Config,
     schedule: Schedule,
     rate: optax.ScalarOrSchedule,
-    decay_mask: Any = None,
+    decay_mask: PyTree = None,
     axis_name: AxisName = "replica",
 ) -> Parts:
     """The arguments that the config passes to its method; the numbers come from its section."""
@@ -66,7 +68,7 @@ def parts(
         )
     numbers = numbers_of(config, method)
     if config.gamma_lr_exponent and callable(rate):
-        numbers["gamma"] = lambda step: (
+        numbers["gamma"] = lambda step: (  # pyright: ignore[reportUnknownLambdaType]
             config.gamma * (rate(step) / config.learning_rate) ** config.gamma_lr_exponent
         )
     return Parts(
@@ -116,7 +118,7 @@ def optimizer_name(config: Config) -> str:
     return name or allowed[0]
 
 
-def check_optimizer(config: Config, rate: optax.Schedule, params: Any) -> None:
+def check_optimizer(config: Config, rate: optax.Schedule, params: PyTree) -> None:
     """Check that a named optimizer updates such parameters from a gradient and a loss.
 
     Args:
@@ -133,7 +135,7 @@ def check_optimizer(config: Config, rate: optax.Schedule, params: Any) -> None:
     refusal = functools.partial(ConfigError.about, "optimizer.name", name)
     tx = optax.with_extra_args_support(parts(config, make("complete", 1), rate).inner)
 
-    def state_and_change(params, loss):
+    def state_and_change(params: PyTree, loss: jax.Array):
         state = tx.init(params)
         return state, tx.update(params, state, params, value=loss)
 
@@ -164,7 +166,7 @@ class Cost:
     replicas_per_node: int
 
 
-def cost(config: Config, schedule: Schedule, state: Any, replicas_per_node: int) -> Cost:
+def cost(config: Config, schedule: Schedule, state: PyTree, replicas_per_node: int) -> Cost:
     """The cost of a `TrainState`, or of its shapes, with the leading replica dimension.
 
     Args:
@@ -174,9 +176,9 @@ def cost(config: Config, schedule: Schedule, state: Any, replicas_per_node: int)
     """
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
-    method, given = METHODS[config.algorithm], parts(config, schedule, 1.0)
+    method, arguments = METHODS[config.algorithm], parts(config, schedule, 1.0)
     by_replica, by_node = (
-        method.bytes_sent(own.params, given, size) for size in (1, replicas_per_node)
+        method.bytes_sent(own.params, arguments, size) for size in (1, replicas_per_node)
     )
     return Cost(by_replica, by_node, held, replicas_per_node)
 
@@ -201,11 +203,11 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
     [8, 3]
     [8]
     """
-    found: dict[str, float] = {"bytes_sent_per_step": round(cost.sent_a_step)}
+    sizes: dict[str, float] = {"bytes_sent_per_step": round(cost.sent_a_step)}
     between = {1: 0.0, len(hosts): cost.sent_a_step}.get(len(set(hosts)))
     if between is None and cost.replicas_per_node == per_host:
         between = cost.sent_by_node
-    return found if between is None else found | {"bytes_between_hosts_per_step": round(between)}
+    return sizes if between is None else sizes | {"bytes_between_hosts_per_step": round(between)}
 
 
 def describe(config: Config, schedule: Schedule, cost: Cost) -> str:
@@ -232,7 +234,7 @@ def describe(config: Config, schedule: Schedule, cost: Cost) -> str:
     )
 
 
-def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: Any):
+def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: PyTree):
     chosen, name = config.optimizer, optimizer_name(config)
     clip, decay = _gradient_steps(config, decay_mask)
     # Weight decay enters the gradient, or the update.
@@ -250,7 +252,7 @@ def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: A
     return optax.chain(clip, inner) if chosen.clip_norm else inner
 
 
-def hidden_matrices(params: Any) -> Any:
+def hidden_matrices(params: PyTree) -> PyTree:
     """Which arrays Muon orthogonalizes, and along which axes; None: Adam updates them.
 
     These are the matrices of hidden layers, and convolution kernels (height, width, in, out) as
@@ -259,7 +261,7 @@ def hidden_matrices(params: Any) -> Any:
     """
     axes = {2: ((0,), (1,)), 4: ((0, 1, 2), (3,))}
 
-    def of(path, x):
+    def of(path: jax.tree_util.KeyPath, x: PyTree):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if x.ndim not in axes or NOT_HIDDEN & {names[0], names[-1]}:
             return None
@@ -285,7 +287,7 @@ def _muon(chosen: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def _gradient_steps(config: Config, decay_mask: Any):
+def _gradient_steps(config: Config, decay_mask: PyTree):
     """(clipping, weight decay), each the identity if the config has none."""
     norm, decay = config.optimizer.clip_norm, config.optimizer.weight_decay
     return (
@@ -302,7 +304,7 @@ def is_dotted(name: str) -> bool:
     return "." in name.partition("(")[0]
 
 
-def parse(text: str) -> tuple[str, dict[str, Any]]:
+def parse(text: str) -> tuple[str, Json]:
     """The dotted name of an optimizer, and the arguments, which are Python literals.
 
     >>> parse("optax.contrib.muon(beta=0.9, ns_steps=3)")
@@ -316,8 +318,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
-        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return ast.unparse(call.func), given
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return ast.unparse(call.func), arguments
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise ValueError(
             f"optimizer.name {shown(text)} cannot be read: write a dotted name, and arguments by "
@@ -326,7 +328,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def named_optimizer(
-    text: str, rate: optax.ScalarOrSchedule, weight_decay: float, decay_mask: Any
+    text: str, rate: optax.ScalarOrSchedule, weight_decay: float, decay_mask: PyTree
 ) -> optax.GradientTransformation:
     """Calls the function that ``text`` names.
 
@@ -339,31 +341,31 @@ def named_optimizer(
     Raises:
       ValueError: there is no such function, or it does not accept these arguments.
     """
-    path, given = parse(text)
+    path, arguments = parse(text)
     factory = _find(path)
     takes = inspect.signature(factory).parameters
     if "learning_rate" not in takes:
         raise ValueError(f"optimizer.name {path} takes no learning_rate, so it is no optimizer")
-    if weight_decay and ("weight_decay" in given or "weight_decay" not in takes):
+    if weight_decay and ("weight_decay" in arguments or "weight_decay" not in takes):
         raise ValueError(f"{path} has no or another weight_decay: set optimizer.weight_decay=0")
     if "weight_decay" in takes:  # optax's own default is often not 0
-        given.setdefault("weight_decay", weight_decay)
+        arguments.setdefault("weight_decay", weight_decay)
         for mask in ("mask", "weight_decay_mask"):
             if mask in takes and decay_mask is not None:
-                given.setdefault(mask, decay_mask)
+                arguments.setdefault(mask, decay_mask)
     try:
-        made = factory(learning_rate=rate, **given)
+        optimizer = factory(learning_rate=rate, **arguments)
     except Exception as error:  # of anybody's code
         raise ValueError(f"optimizer.name {shown(text)}: {error}") from None
-    if not isinstance(made, optax.GradientTransformation):
+    if not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(f"optimizer.name {path} makes no optax.GradientTransformation")
-    return made
+    return optimizer
 
 
-def _find(path: str) -> Callable[..., Any]:
+def _find(path: str) -> Callable[..., object]:
     module_path, _, name = path.rpartition(".")
     module = module_named(module_path, "optimizer.name")
-    found = getattr(module, name, None)
-    if not callable(found):
+    factory = getattr(module, name, None)
+    if not callable(factory):
         raise ValueError(f"optimizer.name: {module_path} has no function {name!r}")
-    return found
+    return factory

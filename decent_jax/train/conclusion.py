@@ -1,10 +1,10 @@
 """The end of a run: a test of its model, its summary, its curves."""
 
 import statistics
-from typing import Any
 
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_duration
+from decent_jax.ground.json_files import Json
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.monitor import goodput, goodput_file
 from decent_jax.monitor.goodput import Clock
@@ -24,8 +24,8 @@ def conclude(
     cost: algorithm.Cost,
     saver: Saver,
     clock: Clock | None = None,
-    **entries: Any,
-) -> dict[str, Any]:
+    **entries: object,
+) -> Json:
     """Test the consensus model, write the summary, draw the curves, show a sample.
 
     Args:
@@ -48,7 +48,7 @@ def conclude(
     tested = {}
     if test is not None and not work.console.quiet:
         tested = {"test": test(local(mean))}
-    found = {
+    measured: Json = {
         "final": saver.evaluated,
         "best_eval_loss": saver.best,
         "schedule": experiment.schedule.name,
@@ -59,11 +59,11 @@ def conclude(
         "partition": {"name": "iid"} if shares is None else shares.summary(),
     }
     if clock is not None:
-        found["goodput"] = goodput.summary(clock)
+        measured["goodput"] = goodput.summary(clock)
     if not work.console.quiet:
         mfu = [row["perf/mfu"] for row in read_metrics(work.path) if "perf/mfu" in row]
-        found |= {"mfu": statistics.median(mfu)} if mfu else {}
-    summary = work.record.summary(**found | entries | task.summary() | tested)
+        measured |= {"mfu": statistics.median(mfu)} if mfu else {}
+    summary = work.record.summary(**measured | entries | task.summary() | tested)
     if work.console.quiet:
         return summary
     try:
@@ -81,7 +81,7 @@ def conclude(
     return summary
 
 
-def _say_where(work: Workdir, summary: dict[str, Any]) -> None:
+def _say_where(work: Workdir, summary: Json) -> None:
     """Print the result and the files of a finished run."""
     loss = summary["final"].get("eval/loss", float("nan"))
     work.console.say(

@@ -7,8 +7,9 @@ takes the frozen `Config`.
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +21,9 @@ from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, check_rules, in_steps, parse_duration, section, setting
 from decent_jax.ground.format import shorten, shown
-from decent_jax.ground.json_files import flat, read_json
+from decent_jax.ground.json_files import Json, flat, read_json
 from decent_jax.monitor import trackers
-from decent_jax.optim import METHODS
+from decent_jax.optim import METHODS, MethodSpec
 from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm
@@ -53,7 +54,9 @@ def config_class(task: str) -> type[Config]:
 
 
 @functools.cache
-def _composed(model: type, data: type, trainers: tuple, methods: tuple) -> type[Config]:
+def _composed(
+    model: type, data: type, trainers: tuple[EntryPoint, ...], methods: tuple[MethodSpec, ...]
+) -> type[Config]:
     sections = {"model": model, "data": data}
     for point in trainers:
         if point.name != SYNCHRONOUS:  # which has no section, and takes seconds to import
@@ -61,11 +64,15 @@ def _composed(model: type, data: type, trainers: tuple, methods: tuple) -> type[
     for method in methods:  # whose factories refuse numbers that are out of range
         name = method.config_section
         if name and method.numbers:
-            numbers = [(n, Any, setting(x, method.help[n])) for n, x in method.numbers.items()]
+            numbers = [(n, object, setting(x, method.help[n])) for n, x in method.numbers.items()]
             sections[name] = make_dataclass(name, numbers, frozen=True)
     parts = [(name, kind, section(kind)) for name, kind in sections.items()]
-    pickled = {"__reduce__": lambda config: (from_values, (flat(config),))}  # to other processes
+    pickled = {"__reduce__": _reduced}  # to other processes
     return make_dataclass("Config", parts, bases=(Config,), frozen=True, namespace=pickled)
+
+
+def _reduced(config: Config) -> tuple[Callable[[Json], Config], tuple[Json]]:
+    return from_values, (config.by_name,)
 
 
 def fields_of(task: str) -> Mapping[str, Field]:
@@ -120,11 +127,11 @@ def load_saved(workdir: str | Path) -> Any:
     return from_values(values)
 
 
-def from_values(values: Mapping[str, Any]) -> Any:
-    """The `Config` with these values, by their dotted names; others have their defaults."""
+def from_values(values: Json) -> Any:
+    """The `Config` with these values, nested or by dotted names; others have their defaults."""
     kind = config_class(values["task"])
     defaults = {name: field.default for name, field in fields.table(kind).items()}
-    return fields.build(kind, {**defaults, **values})
+    return fields.build(kind, defaults | flat(values))
 
 
 def validate(config: ConfigDict) -> None:
@@ -237,9 +244,9 @@ def config_of_plan(config: AnyConfig, plan: Plan) -> AnyConfig:
     return changed(config, schedule=name, replicas_per_node=size, mix_every=plan.mix_every)
 
 
-def changed(config: AnyConfig, **values: Any) -> AnyConfig:
+def changed(config: AnyConfig, **values: object) -> AnyConfig:
     """A config with other values of some fields, by their dotted names."""
-    return fields.build(type(config), flat(config) | values)
+    return fields.build(type(config), config.by_name | values)
 
 
 def make_schedule(config: Config, plan: Plan | None = None) -> topology.Schedule:
@@ -294,7 +301,7 @@ def check_warmup(warmup: int, steps: int) -> None:
         raise ConfigError.about("lr_schedule.warmup", warmup, f"must be at most {steps} steps")
 
 
-def refused_changes(old: dict, new: dict) -> list[str]:
+def refused_changes(old: Json, new: Json) -> list[str]:
     """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
 
     A field that the old run lacks, such as a number of a method registered since, counts with its
@@ -369,16 +376,21 @@ def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
             f"must be 0: it averages parameters only, and {name} keeps copies that belong to them",
         ),
     )
-    n, k = config.num_replicas, config.mesh.fsdp
-    if k > 1:
-        each, several = config.batch_size // n // config.micro_batches, "where mesh.fsdp is above 1"
-        groups = gossips and schedule.partial_groups
-        check_rules(
-            config,
-            (config.mesh.devices in (0, n * k), "mesh.devices", f"must be 0 or {n * k} {several}"),
-            (each % k == 0, "mesh.fsdp", f"must divide {each}, the examples of a micro-batch"),
-            (not config.cluster.plan, "mesh.fsdp", "must be 1 with cluster.plan"),
-            (not groups, "schedule", f"must have no groups, as one_peer_exp, {several}"),
-        )
+    if config.mesh.fsdp > 1:
+        _check_sharded(config, schedule)
     algorithm.transformation(config, schedule, 1.0)
     return schedule
+
+
+def _check_sharded(config: Config, schedule: topology.Schedule) -> None:
+    """What replicas of several devices need."""
+    n, k = config.num_replicas, config.mesh.fsdp
+    each, several = config.batch_size // n // config.micro_batches, "where mesh.fsdp is above 1"
+    groups = config.algorithm != "all_reduce" and schedule.partial_groups
+    check_rules(
+        config,
+        (config.mesh.devices in (0, n * k), "mesh.devices", f"must be 0 or {n * k} {several}"),
+        (each % k == 0, "mesh.fsdp", f"must divide {each}, the examples of a micro-batch"),
+        (not config.cluster.plan, "mesh.fsdp", "must be 1 with cluster.plan"),
+        (not groups, "schedule", f"must have no groups, as one_peer_exp, {several}"),
+    )

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 
 import jax
@@ -32,7 +32,7 @@ class Console:
         else:
             print(message, file=sys.stderr, flush=True)
 
-    def announce(self, message: str, once: bool = False) -> AbstractContextManager:
+    def announce(self, message: str, once: bool = False) -> AbstractContextManager[None]:
         """A context that prints what the user waits for; ``once``: only the first time."""
         if once and message in self._announced:
             return contextlib.nullcontext()
@@ -46,7 +46,7 @@ class Console:
         self._accepted = True
 
     @contextlib.contextmanager
-    def show_progress(self, steps: int | None, start: int) -> Iterator[Progress]:
+    def show_progress(self, steps: int | None, start: int) -> Generator[Progress]:
         """A context with a `Progress` bar from ``start`` to ``steps``; None: unknown."""
         with Progress(steps, start, quiet=self.quiet) as self._progress:
             try:

@@ -1,16 +1,17 @@
 """Delayed messages: with `decent_jax.optim.Delayed` each message overlaps several steps."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from decent_jax import gossip
 from decent_jax.cpu.overlap import Parts
-from decent_jax.optim import Delayed, as_method
-from decent_jax.replicas import Placement
+from decent_jax.ground.pytree import PyTree
+from decent_jax.optim import Delayed, Method
+from decent_jax.replicas import Code, Placement
 from decent_jax.topology import Schedule
 from decent_jax.train.settings import Config
 
@@ -28,11 +29,10 @@ class Blocks(NamedTuple):
     delay: int
 
     @staticmethod
-    def of(config: Config, schedule: Schedule, tx: Any) -> "Blocks":
+    def of(config: Config, schedule: Schedule, tx: Method) -> "Blocks":
         """The blocks of a run."""
-        delayed = as_method(tx).delayed
         mixes = None if config.algorithm == "all_reduce" else schedule
-        return Blocks(mixes, config.mix_every, delayed.delay if delayed else 0)
+        return Blocks(mixes, config.mix_every, tx.delayed.delay if tx.delayed else 0)
 
     def due(self, done: int, steps: float = math.inf) -> tuple[int | None, int]:
         """The round that starts after ``done`` steps, or None, and how many steps it takes.
@@ -62,9 +62,9 @@ class Blocks(NamedTuple):
 class Outgoing(NamedTuple):
     """What a message is made of, before the steps that it overlaps."""
 
-    late: Any  # the parameters
-    own: Any  # the method's own state
-    count: jax.Array
+    late: PyTree  # the parameters
+    own: PyTree  # the method's own state
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class DelayedStep(NamedTuple):
@@ -81,25 +81,25 @@ class DelayedStep(NamedTuple):
     placement: Placement
     mixes_state: bool
 
-    def split(self, state: Any) -> tuple[Any, Outgoing]:
+    def split(self, state: PyTree) -> tuple[PyTree, Outgoing]:
         """The state that the steps change, and the outgoing arrays."""
         old = state.opt_state
         outgoing = Outgoing(state.params, old.own, old.count)
         return state._replace(opt_state=old._replace(own=())), outgoing
 
-    def message(self, outgoing: Outgoing, rnd: int, after: Any = None) -> Any:
+    def message(self, outgoing: Outgoing, rnd: int, after: PyTree = None) -> PyTree:
         """Send and receive; see `decent_jax.optim.Delayed`."""
 
-        def of_replica(outgoing, after):
+        def of_replica(outgoing: PyTree, after: PyTree):
             return self.delayed.depart(*outgoing, rnd, after)
 
         return self.placement.per_replica(of_replica)(outgoing, after)
 
     @jax.named_scope("update")
-    def apply(self, state: Any, outgoing: Outgoing, message: Any, rnd: int) -> Any:
+    def apply(self, state: PyTree, outgoing: Outgoing, message: PyTree, rnd: int) -> PyTree:
         """The state after the steps, with the message applied."""
 
-        def of_replica(state, outgoing, message):
+        def of_replica(state: PyTree, outgoing: PyTree, message: PyTree):
             opt_state = state.opt_state
             late, own, _ = outgoing
             params, own = self.delayed.arrive(state.params, own, late, message, rnd)
@@ -110,17 +110,17 @@ class DelayedStep(NamedTuple):
 
         return self.placement.per_replica(of_replica)(state, outgoing, message)
 
-    def parts(self, step: Callable, finish: Callable) -> Parts:
+    def parts(self, step: Code, finish: Code) -> Parts:
         """See `decent_jax.cpu.overlap.Parts`; ``step`` as in `in_one_program`."""
 
-        def apply(outgoing, state, message, metrics, rnd):
+        def apply(outgoing: PyTree, state: PyTree, message: PyTree, metrics: PyTree, rnd: int):
             return self.apply(state, outgoing, message, rnd), metrics
 
         return Parts(self.split, step, self.message, apply, finish, several=True)
 
     def in_one_program(
-        self, state: Any, batches: Sequence[Any], t: jax.Array, rnd: int, step: Callable
-    ) -> tuple[Any, list[Any]]:
+        self, state: PyTree, batches: Sequence[PyTree], t: jax.Array, rnd: int, step: Code
+    ) -> tuple[PyTree, list[dict[str, PyTree]]]:
         """The state after ``delayed.delay`` steps, and the metrics of each step.
 
         XLA starts the message before a loop over the steps and waits for it after the loop. A mean
@@ -144,12 +144,16 @@ class DelayedStep(NamedTuple):
 
 
 def loop_of(
-    step: Callable, state: Any, batches: Sequence[Any], t: jax.Array
-) -> tuple[Any, list[Any]]:
+    step: Code, state: PyTree, batches: Sequence[PyTree], t: jax.Array
+) -> tuple[PyTree, list[dict[str, PyTree]]]:
     """The steps from t on, as one `jax.lax.scan`."""
     if not batches:
         return state, []
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     steps = t + jnp.arange(len(batches), dtype=jnp.int32)
-    state, metrics = jax.lax.scan(lambda state, xs: step(state, *xs), state, (stacked, steps))
+
+    def body(state: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+        return step(state, *xs)
+
+    state, metrics = jax.lax.scan(body, state, (stacked, steps))
     return state, [jax.tree.map(lambda x, k=k: x[k], metrics) for k in range(len(batches))]

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,10 @@ from decent_jax.cluster import start as cluster
 from decent_jax.data import loader
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import format_bytes, format_number, shown
+from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.goodput import peak_of
-from decent_jax.replicas import Placement
+from decent_jax.replicas import Placement, TrainState
+from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm, experiment, hlo, xla
 from decent_jax.train import config as config_lib
@@ -60,14 +62,14 @@ H100_BANDWIDTH, H100_FLOPS = 3.35e12, 600e12  # bytes, and products of bfloat16,
 class Target(NamedTuple):
     """Devices that are only described.
 
-    name: as ``--on`` has it.
+    name: the value of ``--on``.
     by_process: the devices of each process.
     memory: bytes of a device.
     clock: cycles per second of a TPU; None: a GPU, of which XLA estimates no cycles.
     """
 
     name: str
-    by_process: list[list[Any]]
+    by_process: list[list[jax.Device]]
     memory: int
     clock: float | None
 
@@ -106,7 +108,7 @@ def target(text: str) -> Target:
             raise _refused(text, "is not nodes x GPUs of each, such as h100:2x8")
         return Target(text, _gpus(text, *map(int, sizes.split("x"))), 84_942_979_072, None)
     devices = _tpus(text, f"{kind}:{sizes}", int(slices or 1))
-    by_process: dict[int, list[Any]] = {}
+    by_process: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
         by_process.setdefault(device.process_index, []).append(device)
     cores = 2 if kind in ("v4", "v5p") else 1  # TensorCores of what jax calls a device
@@ -121,7 +123,7 @@ def _refused(text: str, why: str) -> ConfigError:
     return ConfigError(f"--on {shown(text)} {why}", field="--on", value=text)
 
 
-def _tpus(text: str, topology: str, slices: int) -> list[Any]:
+def _tpus(text: str, topology: str, slices: int) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
         raise _refused(text, "needs the compiler for TPUs, which pip install 'jax[tpu]' brings")
     # There is no TPU whose metadata libtpu could ask for, and none that two processes could share.
@@ -130,22 +132,26 @@ def _tpus(text: str, topology: str, slices: int) -> list[Any]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     several = {"num_slices": slices} if slices > 1 else {}
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
+        described = topologies.get_topology_desc(  # pyright: ignore[reportUnknownMemberType]
+            platform="tpu", topology_name=topology, **several
+        )
     except RuntimeError as error:
         why = (str(error).partition(": ")[2] or str(error)).splitlines()[0]
         raise _refused(text, f"is no topology that XLA knows: {why}") from None
-    return list(found.devices)
+    return list(described.devices)
 
 
-def _gpus(text: str, processes: int, each: int) -> list[list[Any]]:
+def _gpus(text: str, processes: int, each: int) -> list[list[jax.Device]]:
     form = f"1x{processes}x{each}"
     try:
-        found = topologies.get_topology_desc("", "cuda", topology=form, target_config=H100)
+        described = topologies.get_topology_desc(  # pyright: ignore[reportUnknownMemberType]
+            "", "cuda", topology=form, target_config=H100
+        )
     except (NotImplementedError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         brings = "which pip install 'jax[cuda12]' brings"
         raise _refused(text, f"needs XLA's compiler for GPUs, {brings} ({why})") from None
-    devices = list(found.devices)
+    devices = list(described.devices)
     return [devices[k : k + each] for k in range(0, len(devices), each)]
 
 
@@ -156,10 +162,10 @@ class Described(NamedTuple):
     """The compiled step of a round, and what it was compiled from."""
 
     program: Any
-    task: Any
+    task: Task
     schedule: Schedule
     placement: Placement
-    state: Any  # shapes of the stacked state, with the placement's shardings
+    state: TrainState  # shapes of the stacked state, with the placement's shardings
     rnd: int | None
     spans_steps: bool  # of a method with a delay: a message and the steps beside it
 
@@ -192,7 +198,7 @@ def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = N
       jax.errors.JaxRuntimeError: as XLA words it, also where the program does not fit a TPU.
     """
 
-    def described(tree, sharding):
+    def described(tree: PyTree, sharding: Callable[[tuple[int, ...]], object]):
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)), tree
         )
@@ -221,13 +227,13 @@ def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = N
     if config.algorithm == "all_reduce":
         rnd = None
     elif rnd is None:
-        most = [one.models_sent_by_nodes(on.per_node(placement)) for one in schedule.rounds]
+        most = [round_.models_sent_by_nodes(on.per_node(placement)) for round_ in schedule.rounds]
         rnd = int(np.argmax(most))
     else:
         rnd %= schedule.period
     t = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)
-    given = (batch,) * blocks.delay if blocks.spans_steps(rnd) else batch
-    program = step.lower(state, given, t, round=rnd).compile()
+    of_step = (batch,) * blocks.delay if blocks.spans_steps(rnd) else batch
+    program = step.lower(state, of_step, t, round=rnd).compile()
     return Described(program, task, schedule, placement, state, rnd, blocks.spans_steps(rnd))
 
 
@@ -335,16 +341,18 @@ def _messages(on: Target, step: Described) -> Iterable[str]:
     if step.placement.mesh.shape["replica"] == 1:
         yield "messages: none, one device holds all replicas"
         return
-    found = hlo.overlap(kernels, on.seconds)
+    overlap = hlo.overlap(kernels, on.seconds)
     name = "all-reduce" if step.rnd is None else f"round {step.rnd} of {step.schedule.period}"
-    hidden = len(found.counted) - len([one for one in found.exposed if one in found.counted])
+    hidden = len(overlap.counted) - len(
+        [message for message in overlap.exposed if message in overlap.counted]
+    )
     yield (
-        f"messages ({name}): {hlo.kinds(found.counted)}; the first starts after "
-        f"{100 * found.first:.0f}% of the gradient, the last after {100 * found.last:.0f}%; "
-        f"at least {100 * found.least:.0f}% of it runs beside each"
+        f"messages ({name}): {hlo.kinds(overlap.counted)}; the first starts after "
+        f"{100 * overlap.first:.0f}% of the gradient, the last after {100 * overlap.last:.0f}%; "
+        f"at least {100 * overlap.least:.0f}% of it runs beside each"
     )
     exposed = "none"
-    if found.exposed:
-        size = format_bytes(sum(one.nbytes for one in found.exposed))
-        exposed = f"{hlo.kinds(found.exposed)}, {size}"
-    yield f"hidden: {hidden} of {len(found.counted)}; less than half hidden: {exposed}"
+    if overlap.exposed:
+        size = format_bytes(sum(message.nbytes for message in overlap.exposed))
+        exposed = f"{hlo.kinds(overlap.exposed)}, {size}"
+    yield f"hidden: {hidden} of {len(overlap.counted)}; less than half hidden: {exposed}"

@@ -1,8 +1,8 @@
 """Evaluation of the consensus model; the replicas do not change."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax import optim, replicas
 from decent_jax.data import loader
-from decent_jax.replicas import Placement, TrainState
+from decent_jax.ground.pytree import PyTree
+from decent_jax.replicas import Code, Placement, TrainState
 from decent_jax.tasks import RecomputesState, Task
 from decent_jax.train.settings import Config
 
@@ -19,8 +20,8 @@ from decent_jax.train.settings import Config
 class Model(NamedTuple):
     """One model; no leaf has a replica dimension."""
 
-    params: Any
-    model_state: Any
+    params: PyTree
+    model_state: PyTree
 
 
 class Evaluator:
@@ -42,22 +43,24 @@ class Evaluator:
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
         self.distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
 
-        def run(on_device, *specs):
+        def run(on_device: Code, *specs: P):
             """Jitted; each device returns its part of a stacked array."""
             body = placement.on_devices(on_device, specs, P("replica"))
             return jax.jit(body, out_shardings=placement.stacked)
 
-        def total(f, rows):
+        def total(f: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
             # Row by row: evaluation never needs more memory than one replica's batch.
             return jax.tree.map(lambda x: x.sum(axis=0)[None], jax.lax.map(f, rows))
 
-        def consensus_on_device(params, model_state, batch, weights):
+        def consensus_on_device(
+            params: PyTree, model_state: PyTree, batch: PyTree, weights: PyTree
+        ):
             return total(lambda row: task.evaluate(params, model_state, *row), (batch, weights))
 
-        def replicas_on_device(params, model_state, batch, weights):
+        def replicas_on_device(params: PyTree, model_state: PyTree, batch: PyTree, weights: PyTree):
             everyone = jnp.arange(placement.num_replicas)
 
-            def of_replica(own):
+            def of_replica(own: PyTree):
                 replica, *model = own
                 sums = total(lambda row: task.evaluate(*model, *row), (batch, weights))
                 # In its own place of (n,), so that their sum over the replicas has all of them.
@@ -65,7 +68,7 @@ class Evaluator:
 
             return jax.lax.map(of_replica, (placement.replica_ids(), params, model_state))
 
-        def moments_on_device(params, batch):
+        def moments_on_device(params: PyTree, batch: PyTree):
             return total(lambda row: cast(RecomputesState, task).moments(params, row), batch)
 
         stacked, everywhere = P("replica"), P()
@@ -119,7 +122,7 @@ class Evaluator:
         means = {f"{name}_mean": float(x.mean()) for name, x in averages.items()}
         return {f"{name}_worst": float(x) for name, x in worst.items()} | means
 
-    def consensus(self, params: Any, model_state: Any) -> dict[str, float]:
+    def consensus(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
         """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""
         model_state = self.consensus_state(params, model_state)
         with eval_batches(self._config, self.task, self.placement) as batches:
@@ -128,7 +131,7 @@ class Evaluator:
             )
         return {name: float(value) for name, value in _averages(jax.device_get(total)).items()}
 
-    def consensus_state(self, params: Any, model_state: Any) -> Any:
+    def consensus_state(self, params: PyTree, model_state: PyTree) -> PyTree:
         """The state with which to evaluate ``params``: ``model_state``, or a recomputed one.
 
         The task recomputes it on the same training batches at every evaluation.
@@ -152,9 +155,9 @@ class Evaluator:
         rows = count * self.placement.num_replicas
         return self._from_moments(total, float(rows))
 
-    def _total(self, parts):
+    def _total(self, parts: Iterable[PyTree]):
         """The sum over the parts and over the leading dimension of each."""
-        total: Any = None
+        total: PyTree = None
         for sums in parts:
             if total is None:
                 total = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), sums)
@@ -177,14 +180,14 @@ def eval_batches(config: Config, task: Task, placement: Placement) -> loader.Bat
     )
 
 
-def _averages(sums: dict) -> dict:
+def _averages(sums: dict[str, PyTree]) -> dict[str, PyTree]:
     return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
 
 
-def local(tree: Any) -> Any:
+def local(tree: PyTree) -> PyTree:
     """Replicated arrays as host arrays; random keys, which NumPy has not got, as they are."""
 
-    def on_host(x):
+    def on_host(x: jax.Array):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return x.addressable_data(0) if is_key else np.asarray(x.addressable_data(0))
 

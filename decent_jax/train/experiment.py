@@ -6,9 +6,9 @@ import itertools
 import json
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +23,8 @@ from decent_jax.ground import json_files, machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import LARGEST
 from decent_jax.ground.format import format_bytes
-from decent_jax.optim import as_method
+from decent_jax.ground.pytree import PyTree
+from decent_jax.optim import Method
 from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement, TrainState
 from decent_jax.tasks import Task
@@ -47,7 +48,7 @@ class Experiment(NamedTuple):
     steps: int
     every: dict[str, int]  # the durations of the config, in steps
     rate: optax.Schedule
-    tx: optax.GradientTransformationExtraArgs
+    tx: Method
     hosts: list[str]  # of each replica
     per_host: int  # replicas on each host (TPU slice); 1 where these hold different numbers
 
@@ -55,7 +56,7 @@ class Experiment(NamedTuple):
 @contextlib.contextmanager
 def open_experiment(
     config: Config, workdir: str | Path, sharing: int = 1, checked: bool = False
-) -> Iterator[tuple[Experiment, Workdir]]:
+) -> Generator[tuple[Experiment, Workdir]]:
     """Check the config, start jax, open the run directory and build the run.
 
     Args:
@@ -99,31 +100,33 @@ def open_experiment(
             _check_on_device(task.train_source, tx, placement)
         # Printed only now, because a refused run prints only the reason.
         work.console.accept()
-        say = work.console.say
-        devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
-        several = config.num_replicas > 1
-        say(f"{started}\n{cluster.table(devices, placement.block)}" if several else started)
-        used, there = placement.mesh.devices.size, jax.device_count()
-        if used < there and not config.mesh.devices:
-            say(
-                f"{used} of {there} devices are used, the others idle: let num_replicas be a "
-                f"multiple of {there // placement.fsdp}"
-            )
-        if placement.fsdp > 1:
-            say(f"a replica is sharded over {placement.fsdp} devices; the table names the first")
-        if shares is not None:
-            say(shares.report())
-        yield (
-            Experiment(
-                config, task, schedule, placement, shares, steps, every, rate, tx, hosts, per_host
-            ),
-            work,
+        run = Experiment(
+            config, task, schedule, placement, shares, steps, every, rate, tx, hosts, per_host
         )
+        work.console.say("\n".join([started, *_devices_used(run)]))
+        yield run, work
+
+
+def _devices_used(run: Experiment) -> Iterator[str]:
+    """Lines for the log: which device holds which replicas, and which of the data each reads."""
+    placement, used, there = run.placement, run.placement.mesh.devices.size, jax.device_count()
+    if placement.num_replicas > 1:
+        devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
+        yield cluster.table(devices, placement.block)
+    if used < there and not run.config.mesh.devices:
+        yield (
+            f"{used} of {there} devices are used, the others idle: let num_replicas be a "
+            f"multiple of {there // placement.fsdp}"
+        )
+    if placement.fsdp > 1:
+        yield f"a replica is sharded over {placement.fsdp} devices; the table names the first"
+    if run.partition is not None:
+        yield run.partition.report()
 
 
 def facts_of(config: Config, task: Task) -> dict[str, str]:
     """Facts about the data that must be equal in all processes and sessions of a run."""
-    found = {
+    facts = {
         "the training data": f"{len(task.train_source)} records",
         "the validation data": f"{len(task.eval_source)} records",
     }
@@ -132,17 +135,17 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):  # not prepared
             splits = json_files.read_json(Path(path) / "manifest.json")["splits"]
             sums = zlib.crc32(json.dumps(splits, sort_keys=True).encode())
-            found["the manifest of data.path"] = f"checksum {sums:08x}"
+            facts["the manifest of data.path"] = f"checksum {sums:08x}"
     sampled = [_sampled(task.train_source), _sampled(task.eval_source)]
     if None not in sampled:
-        found["some of the records"] = "checksums {:08x} and {:08x}".format(*sampled)
-    return found
+        facts["some of the records"] = "checksums {:08x} and {:08x}".format(*sampled)
+    return facts
 
 
-def _sampled(source: Sequence[Any]) -> int | None:
+def _sampled(source: Sequence[PyTree]) -> int | None:
     """A checksum of the first, middle and last record; None if they are not the same each time."""
 
-    def checksum():
+    def checksum() -> int | None:
         sums = 0
         for index in (0, len(source) // 2, len(source) - 1) if len(source) else ():
             for leaf in map(np.asarray, jax.tree.leaves(source[index])):
@@ -267,7 +270,7 @@ def slices_of(placement: Placement) -> list[int] | None:
     return [getattr(device, "slice_index", 0) for device in placement.device_of_each]
 
 
-def replicas_per_host(hosts: Sequence[Any]) -> int:
+def replicas_per_host(hosts: Sequence[object]) -> int:
     """Replicas per host, if all hosts hold the same number of consecutive replicas; otherwise 1.
 
     >>> replicas_per_host("aabb"), replicas_per_host("abab"), replicas_per_host("aab")
@@ -335,24 +338,26 @@ def train_batches(
     )
 
 
-def _check_fits_the_model(config, task, tx, rate, placement) -> None:
+def _check_fits_the_model(
+    config: Config, task: Task, tx: Method, rate: optax.Schedule, placement: Placement
+) -> None:
     """Refuse a run too large for this machine, and a method that does not fit the parameters."""
     params, model_state = jax.eval_shape(task.init, jax.random.key(0))
     algorithm.check_optimizer(config, rate, params)
 
-    def init(params, model_state):
+    def init(params: PyTree, model_state: PyTree):
         if task.mixes_state:
             gossip.mixable({"model_state": model_state})
         return tx.init(params)
 
     try:
-        kept = jax.eval_shape(init, params, model_state)
+        opt_state = jax.eval_shape(init, params, model_state)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
         ) from None
-    arrays.check(TrainState(params, model_state, kept))
-    check_state(placement, (params, kept), _on_this_host())
+    arrays.check(TrainState(params, model_state, opt_state))
+    check_state(placement, (params, opt_state), _on_this_host())
 
 
 def _on_this_host() -> int:
@@ -361,7 +366,7 @@ def _on_this_host() -> int:
     return names.count(names[jax.process_index()])
 
 
-def check_state(placement: Placement, state: Any, together: int = 1) -> None:
+def check_state(placement: Placement, state: PyTree, together: int = 1) -> None:
     """Check that this machine can hold the replicas of its processes.
 
     Args:
@@ -375,22 +380,23 @@ def check_state(placement: Placement, state: Any, together: int = 1) -> None:
         machine.check_memory(count * each, f"the state of {count} replicas on this machine")
 
 
-def bytes_of(tree: Any) -> int:
+def bytes_of(tree: PyTree) -> int:
     """Bytes of arrays, or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _check_on_device(source, tx, placement) -> None:
+def _check_on_device(source: Sequence[PyTree], tx: Method, placement: Placement) -> None:
     """Refuse a run whose training records cannot stay on its devices."""
     refusal = functools.partial(ConfigError.about, "data.on_device")
-    if jax.process_count() > 1 or as_method(tx).delayed:
+    if jax.process_count() > 1 or tx.delayed:
         why = "must be False with several processes, and with messages that overlap several steps"
         raise refusal(True, why)
     if not loader.is_fixed(source):
         why = f"must be False: {type(source).__name__} makes other records at every visit"
         raise refusal(True, why)
     size = loader.bytes_of_all(source)
-    there = (placement.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+    limits: dict[str, int] = placement.mesh.devices.flat[0].memory_stats() or {}
+    there = limits.get("bytes_limit")
     if there is None:
         machine.check_memory(size * placement.mesh.devices.size, "data.on_device")
     elif size > there // 2:
@@ -400,7 +406,9 @@ def _check_on_device(source, tx, placement) -> None:
         raise refusal(True, why)
 
 
-def check_batch(config: Config, source: Sequence[Any], processes: int, together: int = 1) -> None:
+def check_batch(
+    config: Config, source: Sequence[PyTree], processes: int, together: int = 1
+) -> None:
     """Check that there are enough examples, and that the prefetched batches fit into memory.
 
     Args:
@@ -420,7 +428,7 @@ def check_batch(config: Config, source: Sequence[Any], processes: int, together:
     )
 
 
-def bytes_ahead(config: Config, source: Sequence[Any], processes: int) -> int:
+def bytes_ahead(config: Config, source: Sequence[PyTree], processes: int) -> int:
     """Bytes of the batches that each of ``processes`` holds; 0 if that is not known."""
     if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
         return 0

@@ -97,7 +97,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
 def _shown(config: ConfigDict) -> str:
     """Every field with its value and its text in docs/config.md, one per line."""
     table = table_of(config)
-    lines = []
+    lines: list[str] = []
     for name, value in flat(config).items():
         field = table.get(name)
         words = [] if field is None else [field.doc, field.aside() and f"({field.aside()})"]

@@ -61,7 +61,7 @@ def entry(text: str) -> list[Instruction]:
     """
     computations = _computations(text)
     shapes: dict[str, str] = {}
-    found = []
+    instructions: list[Instruction] = []
     for line in computations["ENTRY"]:
         match = _INSTRUCTION.match(line)
         if not match:
@@ -78,7 +78,7 @@ def entry(text: str) -> list[Instruction]:
             arrays = [shapes.get(operand, "") for operand in operands[:2]] + [shape]
             flops = 2 * math.sqrt(math.prod(_largest(array) for array in arrays))
         read = sum(size_of(shapes.get(operand, "")) for operand in operands)
-        found.append(
+        instructions.append(
             Instruction(
                 name,
                 opcode,
@@ -91,22 +91,23 @@ def entry(text: str) -> list[Instruction]:
                 tuple(_collectives(line, computations)),
             )
         )
-    return found
+    return instructions
 
 
 def _computations(text: str) -> dict[str, list[str]]:
     """The lines of each computation by its name, ``"ENTRY"`` for the one that runs."""
-    found, lines = {}, None
+    computations: dict[str, list[str]] = {}
+    lines: list[str] | None = None
     for line in text.splitlines():
         if line.endswith("{") and (head := _HEAD.match(line)) and not line.startswith("HloModule"):
-            lines = found["ENTRY" if line.startswith("ENTRY ") else head[1]] = []
+            lines = computations["ENTRY" if line.startswith("ENTRY ") else head[1]] = []
         elif line.startswith("}"):
             lines = None
         elif lines is not None and " = " in line:
             lines.append(line)
-    if "ENTRY" not in found:
+    if "ENTRY" not in computations:
         raise ValueError("the program has no entry computation")
-    return found
+    return computations
 
 
 def _check_known(opcode: str, line: str) -> None:
@@ -124,15 +125,15 @@ def _called(line: str) -> list[str]:
 
 def _collectives(line: str, computations: dict[str, list[str]]) -> list[str]:
     """The collectives in what an instruction calls, and in what that calls."""
-    found = []
+    collectives: list[str] = []
     for name in _called(line):
         for inner in computations.get(name, ()):
             match = _INSTRUCTION.match(inner)
             base = re.sub("-start$", "", match[3]) if match else ""
             if base in _MESSAGES:
-                found.append(base)
-            found += _collectives(inner, computations)
-    return found
+                collectives.append(base)
+            collectives += _collectives(inner, computations)
+    return collectives
 
 
 def _cycles(line: str, computations: dict[str, list[str]]) -> float:
@@ -181,23 +182,23 @@ def windows(instructions: list[Instruction]) -> list[Window]:
     Raises:
       ValueError: an end without a start.
     """
-    starts = {one.name: k for k, one in enumerate(instructions)}
-    found = []
-    for k, one in enumerate(instructions):
-        base = one.opcode.removesuffix("-done")
-        if one.opcode in COLLECTIVES:
-            found.append(Window(one.opcode, k, k, one.written))
-        elif one.inside and one.opcode in ("fusion", "call", "custom-call"):
-            found.append(Window(one.inside[0], k, k, one.written))
-        elif one.opcode.endswith("-done"):
-            begins = next((starts[name] for name in one.operands if name in starts), None)
+    starts = {op.name: k for k, op in enumerate(instructions)}
+    spans: list[Window] = []
+    for k, op in enumerate(instructions):
+        base = op.opcode.removesuffix("-done")
+        if op.opcode in COLLECTIVES:
+            spans.append(Window(op.opcode, k, k, op.written))
+        elif op.inside and op.opcode in ("fusion", "call", "custom-call"):
+            spans.append(Window(op.inside[0], k, k, op.written))
+        elif op.opcode.endswith("-done"):
+            begins = next((starts[name] for name in op.operands if name in starts), None)
             if begins is None:
-                raise ValueError(f"{one.name} ends what has no start")
+                raise ValueError(f"{op.name} ends what has no start")
             kind = base if base in _MESSAGES else next(iter(instructions[begins].inside), None)
             if kind is not None:
-                nbytes = {"send": instructions[begins].read, "recv": 0}.get(kind, one.written)
-                found.append(Window(kind, begins, k, nbytes))
-    return found
+                nbytes = {"send": instructions[begins].read, "recv": 0}.get(kind, op.written)
+                spans.append(Window(kind, begins, k, nbytes))
+    return spans
 
 
 def outline(instructions: list[Instruction]) -> str:
@@ -205,18 +206,18 @@ def outline(instructions: list[Instruction]) -> str:
 
     A message that is not split into a start and an end is written without either.
     """
-    found = [
-        "loop" if one.opcode == "while" else one.opcode
-        for one in instructions
-        if one.opcode == "while" or one.opcode.startswith(_MESSAGES)
+    names = [
+        "loop" if op.opcode == "while" else op.opcode
+        for op in instructions
+        if op.opcode == "while" or op.opcode.startswith(_MESSAGES)
     ]
-    runs = ((name, len(list(same))) for name, same in itertools.groupby(found))
+    runs = ((name, len(list(same))) for name, same in itertools.groupby(names))
     return ", ".join(name if count == 1 else f"{count} {name}" for name, count in runs)
 
 
 def kinds(messages: list[Window]) -> str:
     """How many there are of each kind, as ``8 collective-permute, 2 all-reduce``."""
-    counts = collections.Counter(one.kind for one in messages)
+    counts = collections.Counter(message.kind for message in messages)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
@@ -246,20 +247,20 @@ def overlap(instructions: list[Instruction], time: Callable[[Instruction], float
     Raises:
       ValueError: the program has no message, or no kernel of a gradient.
     """
-    found = windows(instructions)
-    counted = [one for one in found if one.kind in _PERMUTES] or found
+    messages = windows(instructions)
+    counted = [message for message in messages if message.kind in _PERMUTES] or messages
     passed = [0.0, *itertools.accumulate(gradient_times(instructions, time))]
     if not counted or not passed[-1]:
         raise ValueError("the program has no message, or no gradient: is it a training step?")
 
-    def share(one):
-        return (passed[one.done] - passed[one.start]) / passed[-1]
+    def share(message: Window):
+        return (passed[message.done] - passed[message.start]) / passed[-1]
 
     return Overlap(
-        min(passed[one.start] for one in counted) / passed[-1],
-        max(passed[one.start] for one in counted) / passed[-1],
+        min(passed[message.start] for message in counted) / passed[-1],
+        max(passed[message.start] for message in counted) / passed[-1],
         min(map(share, counted)),
-        [one for one in found if share(one) < HIDDEN],
+        [message for message in messages if share(message) < HIDDEN],
         counted,
     )
 
@@ -269,10 +270,10 @@ def gradient_times(
 ) -> list[float]:
     """The time of each kernel of the gradient, 0 for everything else."""
     return [
-        time(one) if "forward_backward" in one.scope and not _waits(one) else 0.0
-        for one in instructions
+        time(op) if "forward_backward" in op.scope and not _waits(op) else 0.0
+        for op in instructions
     ]
 
 
-def _waits(one: Instruction) -> bool:
-    return one.opcode.endswith(("-start", "-done")) or one.opcode in POINT_TO_POINT
+def _waits(op: Instruction) -> bool:
+    return op.opcode.endswith(("-start", "-done")) or op.opcode in POINT_TO_POINT

@@ -11,45 +11,33 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 
-from decent_jax import replicas
 from decent_jax.checkpoints.in_memory import MemoryCheckpoints
 from decent_jax.checkpoints.on_disk import what_next
 from decent_jax.cluster.agreement import Agreement
 from decent_jax.ground.errors import DataError, Interrupted, TrainingFailed
+from decent_jax.ground.json_files import Json
 from decent_jax.monitor import goodput
 from decent_jax.monitor.goodput import Clock, Ledger
-from decent_jax.train.evaluation import Model
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.observers import Averaging, Evaluating, Observer, Pause, SavingInMemory
-from decent_jax.train.rows import Rows
+from decent_jax.train.rows import Observed, Rows
 from decent_jax.train.saver import Saver
 from decent_jax.train.signals import Halted, Signals
 from decent_jax.train.workdir import Workdir
 
-Evaluate = Callable[[Callable[[], None]], tuple[dict[str, float], Model]]
 
-
-class Runner(Protocol):
+class Runner(Observed, Protocol):
     """The loop's interface to one kind of run.
 
     Attributes:
-      experiment: what is trained.
       checkpoints: on disk, as `decent_jax.checkpoints.on_disk.Checkpointer`.
-      state: the state to save; None if the checkpoints know it themselves.
       memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
       average: sets all replicas to their mean; None: ``max_consensus_distance`` is refused.
-      evaluate: ``pause -> (the eval/ metrics, the evaluated model)``; ``pause()`` is called between
-        two batches, equally often in every process, and may raise. None: another process evaluates
-        the run, accounts for its time and shows the time left.
       messages: their entries in ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
 
-    experiment: Experiment
     checkpoints: Any
     messages: dict[str, float]
-
-    @property
-    def state(self) -> Any: ...
 
     @property
     def memory(self) -> MemoryCheckpoints | None: ...
@@ -57,14 +45,11 @@ class Runner(Protocol):
     @property
     def average(self) -> Callable[[], None] | None: ...
 
-    @property
-    def evaluate(self) -> Evaluate | None: ...
-
-    def restore(self) -> tuple[int, dict[str, Any]]:
+    def restore(self) -> tuple[int, Json]:
         """Restore the newest checkpoint, or create a state; returns steps done, and the meta."""
         ...
 
-    def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager:
+    def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager[None]:
         """A context with everything that steps need, such as data.
 
         Args:
@@ -74,7 +59,7 @@ class Runner(Protocol):
         """
         ...
 
-    def step(self, done: int, until: int) -> list[dict[str, Any]]:
+    def step(self, done: int, until: int) -> list[Json]:
         """Dispatch some steps after ``done``, at most up to ``until``; none ends the run.
 
         Returns:
@@ -86,22 +71,14 @@ class Runner(Protocol):
         """
         ...
 
-    def consensus(self) -> replicas.Consensus:
-        """That of the state, which may still be computing."""
-        ...
-
-    def measured(self, done: int, steps: int, seconds: float) -> dict[str, float]:
-        """More entries of the row of the last ``steps`` steps, which took ``seconds``."""
-        ...
-
-    def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
+    def finish(self, done: int, saver: Saver, clock: Clock) -> Json:
         """The summary, after a checkpoint of the last step is saved."""
         ...
 
 
 def train(
     runner: Runner, work: Workdir, *, clock: Clock | None = None, signals: Signals | None = None
-) -> dict[str, Any]:
+) -> Json:
     """Train from the newest checkpoint, or from the beginning, to the end; the summary.
 
     Args:
@@ -192,10 +169,10 @@ def make_steps(
     knows (the time, a signal) is agreed on first.
     """
     while (before := rows.done) < steps:
-        made = runner.step(before, next_due(runner.experiment, before, steps))
-        if not made:
+        metrics = runner.step(before, next_due(runner.experiment, before, steps))
+        if not metrics:
             break
-        rows.add(made)
+        rows.add(metrics)
         ledger.keep()
         pause.agree(between_steps=True)
         due = [observer for observer in observers if observer.due(before, rows.done)]

@@ -1,14 +1,14 @@
 """What falls due between the steps of a run, with `decent_jax.train.saver.Saver`."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from decent_jax.checkpoints.in_memory import AUTOMATIC, MemoryCheckpoints
 from decent_jax.cluster import supervise
 from decent_jax.cluster.agreement import Agreement
 from decent_jax.monitor import goodput_file
 from decent_jax.train.console import Console
-from decent_jax.train.rows import Rows, passed
+from decent_jax.train.rows import Observed, Rows, passed
 from decent_jax.train.saver import Saver
 from decent_jax.train.signals import Halted, Signals
 
@@ -35,8 +35,8 @@ class Observer(Protocol):
 class Averaging:
     """Averages all replicas once where a row shows that they are too far apart.
 
-    It must not wait for the next step: a resumed run averages at the same step as an uninterrupted
-    one.
+    It acts before the next step, so that a resumed run averages at the same step as an
+    uninterrupted one.
     """
 
     waits = True
@@ -59,7 +59,9 @@ class Evaluating:
 
     waits = True
 
-    def __init__(self, runner: Any, rows: Rows, saver: Saver, console: Console, pause: "Pause"):
+    def __init__(
+        self, runner: Observed, rows: Rows, saver: Saver, console: Console, pause: "Pause"
+    ):
         self._runner, self._rows, self._saver, self._console = runner, rows, saver, console
         self._pause = pause
 
@@ -80,6 +82,7 @@ class Evaluating:
             raise Halted
         clock, writer = self._rows.clock, self._rows.writer
         with clock.of("evaluation"):
+            assert self._runner.evaluate is not None
             row, model = self._runner.evaluate(self._pause)
         with clock.of("checkpoints"):  # of the model, if it is the best
             self._saver.evaluation(done, row, model, writer, self._console)
@@ -117,7 +120,7 @@ class SavingInMemory:
 
     waits = False
 
-    def __init__(self, runner: Any, memory: MemoryCheckpoints, rows: Rows, saver: Saver):
+    def __init__(self, runner: Observed, memory: MemoryCheckpoints, rows: Rows, saver: Saver):
         self._runner, self._memory, self._rows, self._saver = runner, memory, rows, saver
 
     def due(self, before: int, done: int) -> bool:

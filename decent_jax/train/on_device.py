@@ -11,12 +11,13 @@ import jax
 
 from decent_jax.data import loader
 from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.pytree import PyTree
 from decent_jax.train.experiment import Experiment
 
 MOST = 64  # steps of a program
 
 
-def read_records(experiment: Experiment) -> tuple[Any, Experiment]:
+def read_records(experiment: Experiment) -> tuple[PyTree, Experiment]:
     """All training records, on every device, and the experiment whose batches number them.
 
     Raises:
@@ -30,7 +31,9 @@ def read_records(experiment: Experiment) -> tuple[Any, Experiment]:
         raise ConfigError(str(error)) from None
     numbered.train_source = loader.Numbers(source)
     if measure := getattr(experiment.task, "measure", None):
-        numbered.measure = lambda block: measure(jax.tree.map(lambda x: x[block], records))
+        numbered.measure = lambda block: measure(  # pyright: ignore[reportUnknownLambdaType]
+            jax.tree.map(lambda x: x[block], records)
+        )
     on_devices = jax.device_put(records, experiment.placement.replicated)
     return on_devices, experiment._replace(task=numbered)
 

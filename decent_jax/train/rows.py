@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,47 @@ import numpy as np
 from decent_jax.cluster import supervise
 from decent_jax.ground.errors import TrainingFailed
 from decent_jax.ground.format import format_number
+from decent_jax.ground.json_files import Json
 from decent_jax.ground.progress import Progress
+from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.goodput import Clock
 from decent_jax.monitor.goodput_file import shares
 from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.replicas import Consensus
+from decent_jax.train.evaluation import Model
+from decent_jax.train.experiment import Experiment
+
+Evaluate = Callable[[Callable[[], None]], tuple[dict[str, float], Model]]
 
 _MOST_REPLICAS = 64  # most replicas whose own losses are in a row
+
+
+class Observed(Protocol):
+    """What rows and observers see of a run, the part of `decent_jax.train.loop.Runner` for them.
+
+    Attributes:
+      experiment: what is trained.
+      state: the state to save; None if the checkpoints know it themselves.
+      evaluate: ``pause -> (the eval/ metrics, the evaluated model)``; ``pause()`` is called between
+        two batches, equally often in every process, and may raise. None: another process evaluates
+        the run, accounts for its time and shows the time left.
+    """
+
+    experiment: Experiment
+
+    @property
+    def state(self) -> PyTree: ...
+
+    @property
+    def evaluate(self) -> Evaluate | None: ...
+
+    def consensus(self) -> Consensus:
+        """That of the state, which may still be computing."""
+        ...
+
+    def measured(self, done: int, steps: int, seconds: float) -> dict[str, float]:
+        """More entries of the row of the last ``steps`` steps, which took ``seconds``."""
+        ...
 
 
 def passed(every: int, before: int, done: int) -> bool:
@@ -43,7 +77,7 @@ class Rows:
     step.
 
     Args:
-      runner: `decent_jax.train.loop.Runner`, which has the consensus distance.
+      runner: measures the steps.
       clock: of the run.
       writer: receives the rows.
       progress: shows their numbers, and problems.
@@ -60,7 +94,7 @@ class Rows:
 
     def __init__(
         self,
-        runner: Any,
+        runner: Observed,
         clock: Clock,
         writer: MetricWriter,
         progress: Progress,
@@ -78,13 +112,14 @@ class Rows:
         self._compiled = False
         self.step_s, self.too_far = math.inf, False
         # The unfinished row:
-        self._sums: Any = None
+        self._sums: PyTree = None
         self._steps = 0
         self._measured: list[dict[str, float]] = []  # the task's own numbers, step by step
-        self._pending: Any = None  # (steps done, metrics, their summary if a row is due)
+        # The metrics of the last step, and their summary if a row is due.
+        self._pending: tuple[Json, PyTree] | None = None
         self._skipped = np.zeros(self._config.num_replicas, int)  # (n,) as last reported
 
-    def begun(self, wait: bool = True) -> dict[str, Any]:
+    def begun(self, wait: bool = True) -> Json:
         """The unfinished row, for a checkpoint: a resumed run writes the same row.
 
         With ``wait`` its sums are lists of numbers, equal in all processes; otherwise (n,) arrays,
@@ -92,8 +127,8 @@ class Rows:
         """
         sums = self._sums
         if wait and sums is not None:
-            found = jax.device_get(self._gather(sums))
-            sums = {name: x.tolist() for name, x in found.items()}
+            gathered = jax.device_get(self._gather(sums))
+            sums = {name: x.tolist() for name, x in gathered.items()}
         return {
             "steps": self._steps,
             "seconds": self.clock.of_row(),
@@ -104,7 +139,7 @@ class Rows:
             "skipped": self._skipped.tolist(),
         }
 
-    def resume(self, start: int, meta: dict[str, Any]) -> None:
+    def resume(self, start: int, meta: Json) -> None:
         """Continue the row in the ``meta`` of a checkpoint, or start one if replicas changed."""
         row, self.done = meta.get("row"), start
         if not row:
@@ -126,26 +161,26 @@ class Rows:
         """Whether a row ends with the steps after ``before`` up to ``done``."""
         return passed(self._config.log.every, before, done) or done == self._last
 
-    def add(self, made: Sequence[dict[str, Any]]) -> None:
+    def add(self, of_steps: Sequence[Json]) -> None:
         """Write the row of the steps before, then take these; their reductions start now.
 
         Args:
-          made: metrics of the next steps, see `decent_jax.train.loop.Runner.step`.
+          of_steps: metrics of the next steps, see `decent_jax.train.loop.Runner.step`.
 
         Raises:
           TrainingFailed: see `settle`.
         """
         self.settle()
-        before, self.done, self.too_far = self.done, self.done + len(made), False
+        before, self.done, self.too_far = self.done, self.done + len(of_steps), False
         with contextlib.nullcontext() if self._compiled else self.clock.of("compiling"):
-            for metrics in made:
+            for metrics in of_steps:
                 self._measured.append(metrics.pop("measured", {}))
                 self._sums = self._add(self._sums, metrics)
-            self._steps += len(made)
+            self._steps += len(of_steps)
             ends = self.ends(before, self.done)
-            self._pending = made[-1], self._summary(made[-1]) if ends else None
+            self._pending = of_steps[-1], self._summary(of_steps[-1]) if ends else None
 
-    def _summary(self, metrics):
+    def _summary(self, metrics: PyTree) -> PyTree:
         summary = self._summarize(self._sums, metrics), self._runner.consensus()
         self._sums, self._compiled = None, True
         return summary
@@ -174,7 +209,7 @@ class Rows:
         else:
             self._write(*jax.device_get(summary))
 
-    def _write(self, numbers: dict[str, Any], consensus: Consensus) -> None:
+    def _write(self, numbers: Json, consensus: Consensus) -> None:
         """The row of the steps since the last one."""
         done = self.done
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
@@ -231,7 +266,7 @@ class Rows:
             )
 
 
-def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:
+def shown(row: Json, unit: str, **more: float) -> dict[str, float]:
     """The numbers of a row in the progress bar; ``unit`` is that of the throughput."""
     return {
         "loss": float(row["train/loss"]),
@@ -244,9 +279,9 @@ def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:
 def _add(sums: dict[str, jax.Array] | None, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Sums of each replica's metrics, (n,), over its steps with a finite loss, and their number."""
     fine = jnp.isfinite(metrics["loss"])
-    found = {name: jnp.where(fine, metrics[name], 0) for name in ("loss", "grad_norm")}
-    found["steps"] = fine.astype(jnp.int32)
-    return found if sums is None else jax.tree.map(jnp.add, sums, found)
+    new = {name: jnp.where(fine, metrics[name], 0) for name in ("loss", "grad_norm")}
+    new["steps"] = fine.astype(jnp.int32)
+    return new if sums is None else jax.tree.map(jnp.add, sums, new)
 
 
 def _summarize(sums: dict[str, jax.Array], metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:

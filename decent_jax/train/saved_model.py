@@ -15,6 +15,8 @@ from decent_jax import replicas, tasks
 from decent_jax.checkpoints import arrays
 from decent_jax.checkpoints.on_disk import BEST, FOLDER, first_whole, log
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.train import config as config_lib
 from decent_jax.train.evaluation import Evaluator
 
@@ -36,9 +38,9 @@ def load(workdir: str | Path, which: str = "last") -> Any:
 class Saved(NamedTuple):
     """Arrays of a checkpoint, on the host."""
 
-    params: Any
-    model_state: Any  # such as the statistics of batch norm
-    meta: dict[str, Any]
+    params: PyTree
+    model_state: PyTree  # such as the statistics of batch norm
+    meta: Json
 
     @property
     def step(self) -> int:
@@ -61,7 +63,7 @@ class TrainedRun:
         self.workdir, self.which = Path(workdir), which
         self.config = config_lib.load_saved(workdir)
 
-    def call(self, name: str, purpose: str, *args: Any, **options: Any) -> Any:
+    def call(self, name: str, purpose: str, *args: object, **options: object) -> Any:
         """Calls the function ``name`` of the run's task with this run and the arguments.
 
         Raises:
@@ -88,18 +90,18 @@ class TrainedRun:
         return self._restored.step
 
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         return self._restored.params
 
     @property
-    def model_state(self) -> Any:
+    def model_state(self) -> PyTree:
         return self._restored.model_state
 
     @functools.cached_property
     def _restored(self) -> Saved:
         return restore_model(self.workdir, self.which)
 
-    def evaluated_state(self, task: tasks.Task) -> Any:
+    def evaluated_state(self, task: tasks.Task) -> PyTree:
         placement = replicas.place(self.config.num_replicas, jax.local_devices()[:1])
         evaluator = Evaluator(self.config, task, placement)
         return jax.device_get(evaluator.consensus_state(self.params, self.model_state))
@@ -117,7 +119,7 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
       CheckpointError: there is none, or none can be read.
     """
 
-    def consensus(folder, meta):
+    def consensus(folder: Path, meta: Json):
         *stacked, weights = arrays.read(folder, meta, "params", "model_state", "weights")
         return jax.device_get(jax.jit(replicas.consensus_mean)(stacked, weights))
 
@@ -134,17 +136,19 @@ def load_replicas(workdir: str | Path, step: int | None = None) -> Saved:
     return _read(workdir, FOLDER, _models, step)
 
 
-def _models(folder: Path, meta: dict) -> list[Any]:
+def _models(folder: Path, meta: Json) -> list[PyTree]:
     return arrays.read(folder, meta, "params", "model_state")
 
 
-def _read(workdir: str | Path, name: str, read: Callable, step: int | None = None) -> Saved:
+def _read(
+    workdir: str | Path, name: str, read: Callable[[Path, Json], PyTree], step: int | None = None
+) -> Saved:
     folder = Path(workdir).absolute() / name
-    found = first_whole(folder, read, log.warning, None if step is None else [step])
-    if found is None:
+    restored = first_whole(folder, read, log.warning, None if step is None else [step])
+    if restored is None:
         of = "" if step is None else f" of step {step}"
         raise CheckpointError(
             f"{folder} holds no checkpoint{of}; train first, or name another --workdir"
         )
-    (params, model_state), meta = found
+    (params, model_state), meta = restored
     return Saved(params, model_state, meta)

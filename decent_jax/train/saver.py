@@ -3,19 +3,18 @@
 import contextlib
 import functools
 import math
-from typing import Any
 
 from decent_jax.checkpoints import on_disk
 from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.cluster import watch
 from decent_jax.ground.errors import CheckpointError
-from decent_jax.ground.json_files import flat
+from decent_jax.ground.json_files import Json
 from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.replicas import TrainState
 from decent_jax.train.console import Console
 from decent_jax.train.evaluation import Model
 from decent_jax.train.experiment import Experiment, check_data, facts_of
-from decent_jax.train.rows import Rows, passed
+from decent_jax.train.rows import Observed, Rows, passed
 
 
 class Saver:
@@ -38,7 +37,7 @@ class Saver:
 
     def __init__(self, experiment: Experiment, checkpoints: Checkpointer):
         self.checkpoints = checkpoints
-        self.evaluated: dict[str, Any] = {}
+        self.evaluated: Json = {}
         self.unevaluated = self.agreed = False
         self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
         self._experiment = experiment
@@ -47,7 +46,7 @@ class Saver:
     def _data(self) -> dict[str, str]:
         return facts_of(self._experiment.config, self._experiment.task)
 
-    def restored(self, meta: dict[str, Any]) -> None:
+    def restored(self, meta: Json) -> None:
         """Continue from the checkpoint with this ``meta``.
 
         Raises:
@@ -61,7 +60,7 @@ class Saver:
         if not all(watch.gather(on_disk.drop_best_after(self.checkpoints.workdir, meta["step"]))):
             self.best = math.inf  # in all processes, which save the next best model together
 
-    def meta(self, done: int, seconds: float, row: Any = None) -> dict[str, Any]:
+    def meta(self, done: int, seconds: float, row: Json | None = None) -> Json:
         """The metadata saved with the state after ``done`` steps and ``seconds`` of training.
 
         ``row`` is the unfinished row of metrics, see `decent_jax.train.rows.Rows.begun`.
@@ -78,10 +77,10 @@ class Saver:
             "unevaluated": self.unevaluated,
             "row": row,
             "data": self._data,
-            "config": flat(config),
+            "config": config.by_name,
         }
 
-    def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
+    def save(self, done: int, state: TrainState, seconds: float, row: Json | None = None) -> None:
         """Save the state, with its `meta`, in the background."""
         on_disk.check_there(self.checkpoints.workdir)
         self.checkpoints.save(done, state, self.meta(done, seconds, row))
@@ -104,7 +103,7 @@ class Saver:
 
     # --- As an observer ---------------------------------------------------------------------------
 
-    def begin(self, runner: Any, rows: Rows) -> None:
+    def begin(self, runner: Observed, rows: Rows) -> None:
         """From now on `act` saves the state of the runner, with the unfinished row."""
         self._runner, self._rows, self._clock = runner, rows, rows.clock
         self._saved_at = rows.clock.now()
@@ -134,7 +133,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, exc_type: type | None, *_) -> None:
+    def __exit__(self, exc_type: type | None, *_: object) -> None:
         # After an error, closing must not hide it with a second one.
         with contextlib.suppress(*[CheckpointError] if exc_type else []):
             self.checkpoints.close()

@@ -12,6 +12,7 @@ from decent_jax.checkpoints import Checkpoint, Recovery
 from decent_jax.cluster.start import Cluster
 from decent_jax.gossip import codecs
 from decent_jax.ground.fields import changeable, section, setting
+from decent_jax.ground.json_files import Json, flat
 from decent_jax.monitor.metrics_file import Log
 from decent_jax.monitor.step_trace import Profile
 from decent_jax.optim import METHODS
@@ -142,3 +143,8 @@ class Config(TaskConfig):
     log: Log = section(Log)
     profile: Profile = section(Profile)
     cluster: Cluster = section(Cluster)
+
+    @property
+    def by_name(self) -> Json:
+        """Every field, by its dotted name."""
+        return flat(self)

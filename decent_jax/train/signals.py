@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import time
+from typing import Any
 
 PATIENCE_S = 2.0  # after Ctrl-C, until another one means "exit at once"
 
@@ -26,7 +27,7 @@ class Signals:
     def __init__(self):
         self.received: int | None = None
         self._pressed = math.inf  # when Ctrl-C came first
-        self._before = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
         with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
@@ -34,11 +35,11 @@ class Signals:
                 self._before[number] = signal.signal(number, self._remember)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _remember(self, number, frame):
+    def _remember(self, number: int, frame: object):
         if self.received is None:
             self.received = number
         if number == signal.SIGINT:

@@ -3,7 +3,6 @@
 `gradient` and `update` are one replica's step. `make_step` runs them on the replicas' devices.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ from decent_jax import gossip, optim, replicas
 from decent_jax.checkpoints.executables import NO_CACHE, ExecutableCache
 from decent_jax.cpu.overlap import Parts, overlapped
 from decent_jax.ground.errors import ConfigError
-from decent_jax.replicas import Placement, TrainState
+from decent_jax.ground.pytree import PyTree
+from decent_jax.replicas import Code, Placement, TrainState
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import xla
@@ -31,8 +31,8 @@ class Resident(NamedTuple):
     numbers: (n, B) int32 for each step: which of them the replicas take.
     """
 
-    records: Any
-    numbers: tuple[jax.Array, ...]
+    records: PyTree
+    numbers: PyTree
 
 
 def learning_rate(config: Config, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
@@ -64,7 +64,7 @@ def init_state(
     n, key = config.num_replicas, jax.random.key(config.seed)
     loaded = task.load_params()
 
-    def rest_of(params, model_state):
+    def rest_of(params: PyTree, model_state: PyTree):
         return TrainState(params, model_state, jax.vmap(tx.init)(params))
 
     @jax.jit
@@ -73,7 +73,7 @@ def init_state(
         return placement.place_all(rest_of(*drawn))
 
     @jax.jit
-    def given(params):
+    def given(params: PyTree):
         _, model_state = replicas.create(task.init, n, key)
         return placement.place_all(rest_of(replicas.broadcast(params, n), model_state))
 
@@ -81,8 +81,13 @@ def init_state(
 
 
 def gradient(
-    loss_of: Callable, micro_batches: int, params: Any, model_state: Any, batch: Any, key: jax.Array
-) -> tuple[jax.Array, Any, Any]:
+    loss_of: Code,
+    micro_batches: int,
+    params: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+) -> tuple[jax.Array, PyTree, PyTree]:
     """Loss, model state and gradient of one replica, averaged over its micro-batches.
 
     Args:
@@ -94,7 +99,7 @@ def gradient(
       key: of this step and replica.
     """
 
-    def checked(params, model_state, batch, key):
+    def checked(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array):
         loss, after = loss_of(params, model_state, batch, key)
         _check_kept(model_state, after)
         return loss, after
@@ -104,12 +109,12 @@ def gradient(
         (loss, model_state), grads = value_and_grad(params, model_state, batch, key)
         return loss, model_state, grads
 
-    def in_parts(x):
+    def in_parts(x: PyTree):
         """(B, ...) to (m, B / m, ...), part k the examples k, k + m, ...: devices that share the
         examples of a replica also share those of each part."""
         return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
-    def add_part(carry, part):
+    def add_part(carry: PyTree, part: PyTree):
         model_state, total, k = carry
         (loss, model_state), grads = value_and_grad(
             params, model_state, part, jax.random.fold_in(key, k)
@@ -125,10 +130,10 @@ def gradient(
     return loss, model_state, grads
 
 
-def _check_kept(before: Any, after: Any) -> None:
+def _check_kept(before: PyTree, after: PyTree) -> None:
     """Refuse a loss that returns another model state than it was given, by shapes and dtypes."""
 
-    def kinds(tree):
+    def kinds(tree: PyTree) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path({"model_state": tree})
         found = (
             (jax.tree_util.keystr(path), jnp.shape(x), jnp.result_type(x)) for path, x in leaves
@@ -147,13 +152,13 @@ def _check_kept(before: Any, after: Any) -> None:
 
 def update(
     tx: optax.GradientTransformationExtraArgs,
-    params: Any,
-    opt_state: Any,
+    params: PyTree,
+    opt_state: PyTree,
     loss: jax.Array,
-    grads: Any,
+    grads: PyTree,
     rnd: int | None,
-    mixed: Any = None,
-) -> tuple[Any, Any, dict[str, jax.Array]]:
+    mixed: PyTree = None,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """Parameters, optimizer state and metrics of one replica after its update.
 
     Args:
@@ -180,7 +185,7 @@ def update(
 def make_step(
     config: Config,
     task: Task,
-    tx: optax.GradientTransformationExtraArgs,
+    tx: optim.Method,
     rate: optax.Schedule,
     schedule: Schedule,
     placement: Placement,
@@ -201,103 +206,135 @@ def make_step(
     their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
     """
     key = jax.random.key(config.seed + 1)
-    rows = P("replica")
-    options = xla.options_of_step(placement, schedule, tx)
-    method = optim.as_method(tx)
-    delayed_step = None
-    if method.delayed:
-        delayed_step = DelayedStep(method.delayed, schedule, placement, task.mixes_state)
+    on_device = DeviceStep(config, task, tx, rate, schedule, placement, key)
+    rows, options = P("replica"), xla.options_of_step(placement, schedule, tx)
 
-    def gradients(params, model_state, batch, t):
-        """The step of the replicas on one device."""
+    @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
+    def step(state: PyTree, batch: PyTree, t: jax.Array, *, round: int | None):
+        of_batch = Resident(P(), rows) if isinstance(batch, Resident) else rows
+        run = partial(on_device.run, rnd=round)
+        run = placement.on_devices(run, (rows, of_batch, P()), rows)
+        return on_device.with_rate(run(state, batch, t), t)
 
+    return overlapped(step, on_device.parts(), placement, options, cache.get)
+
+
+class DeviceStep(NamedTuple):
+    """The step of the replicas on one device, and the parts of it that a message can overlap.
+
+    key: of the random numbers of all steps and replicas. Other fields: see `make_step`.
+    """
+
+    config: Config
+    task: Task
+    tx: optim.Method
+    rate: optax.Schedule
+    schedule: Schedule
+    placement: Placement
+    key: jax.Array
+
+    def run(self, state: TrainState, batch: PyTree, t: jax.Array, *, rnd: int | None) -> PyTree:
+        """State and metrics after a step, or after the steps of a message or a `Resident`."""
+        if isinstance(batch, Resident):
+            return self.resident(state, batch, t)
+        if rnd is not None and self.delayed is not None:
+            local_step = partial(self.run, rnd=None)
+            return self.delayed.in_one_program(state, batch, t, rnd, local_step)
+        return self.finish_all(state, self.gradients(*state[:2], batch, t), rnd=rnd)
+
+    @property
+    def delayed(self) -> DelayedStep | None:
+        """The messages of a method of which each overlaps several steps."""
+        if self.tx.delayed is None:
+            return None
+        return DelayedStep(self.tx.delayed, self.schedule, self.placement, self.task.mixes_state)
+
+    def gradients(self, params: PyTree, model_state: PyTree, batch: PyTree, t: jax.Array) -> PyTree:
+        """Losses, model states and gradients, (block, ...)."""
         step, first = (t, None) if t.ndim == 0 else t
 
-        def of_replica(params, model_state, batch, replica):
+        def of_replica(params: PyTree, model_state: PyTree, batch: PyTree, replica: jax.Array):
             replica = replica if first is None else first + replica
-            rng = jax.random.fold_in(jax.random.fold_in(key, step), replica)
-            return gradient(task.loss, config.micro_batches, params, model_state, batch, rng)
+            rng = jax.random.fold_in(jax.random.fold_in(self.key, step), replica)
+            cuts = self.config.micro_batches
+            return gradient(self.task.loss, cuts, params, model_state, batch, rng)
 
         with jax.named_scope("forward_backward"):
-            run = placement.per_replica_alone(of_replica, loop=config.mesh.sequential_replicas)
-            return run(params, model_state, batch, placement.replica_ids())
+            loop = self.config.mesh.sequential_replicas
+            run = self.placement.per_replica_alone(of_replica, loop=loop)
+            return run(params, model_state, batch, self.placement.replica_ids())
+
+    def finish_all(self, state: TrainState, *results: PyTree, rnd: int | None) -> PyTree:
+        """State and metrics of all replicas of the device, see `finish`."""
+        return self.placement.per_replica(partial(self.finish, rnd=rnd))(state, *results)
 
     @jax.named_scope("update")
-    def finish(state, found, mixed=None, *, rnd):
+    def finish(
+        self, state: TrainState, results: PyTree, mixed: PyTree = None, *, rnd: int | None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """State and metrics of one replica, from its loss, model state and gradient."""
-        loss, model_state, grads = found
+        loss, model_state, grads = results
         params, opt_state, metrics = update(
-            tx, state.params, state.opt_state, loss, grads, rnd, mixed
+            self.tx, state.params, state.opt_state, loss, grads, rnd, mixed
         )
-        if task.mixes_state and config.algorithm == "all_reduce":
-            model_state = gossip.mean(model_state, placement.axis_name)
-        elif task.mixes_state:
-            model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
+        if self.task.mixes_state and self.config.algorithm == "all_reduce":
+            model_state = gossip.mean(model_state, self.placement.axis_name)
+        elif self.task.mixes_state:
+            model_state = gossip.mix(model_state, self.schedule, rnd, self.placement.axis_name)
         return TrainState(params, model_state, opt_state), metrics
 
-    def early_parts(early):
-        def split(state):
-            return (state.params, state.model_state), (state.params, state.opt_state)
-
-        def compute(own, batch, t):
-            params, model_state = own
-            return gradients(params, model_state, batch, t), None
-
-        def send(outgoing, rnd):
-            return placement.per_replica(partial(early, round=rnd))(*outgoing)
-
-        def apply(outgoing, found, mixed, _, rnd):
-            params, opt_state = outgoing
-            state = TrainState(params, None, opt_state)
-            return placement.per_replica(partial(finish, rnd=rnd))(state, found, mixed)
-
-        return Parts(split, compute, send, apply, with_rate)
-
-    def several(state, batch, t):
-        """Steps of resident records on one device."""
-        cycle = [rnd for rnd, _ in Blocks.of(config, schedule, tx).cycle()]
+    def resident(self, state: TrainState, batch: Resident, t: jax.Array) -> PyTree:
+        """The state after the steps of a `Resident`, and a list of their metrics."""
+        cycle = [rnd for rnd, _ in Blocks.of(self.config, self.schedule, self.tx).cycle()]
         rounds = list(dict.fromkeys(cycle))
         at = jnp.array([rounds.index(rnd) for rnd in cycle])
 
-        def one(state, numbers, t):
+        def step(state: TrainState, numbers: PyTree, t: jax.Array):
             taken = jax.tree.map(lambda x: jnp.take(x, numbers, axis=0, mode="clip"), batch.records)
-            found = gradients(state.params, state.model_state, taken, t)
-            each = [placement.per_replica(partial(finish, rnd=rnd)) for rnd in rounds]
-            return jax.lax.switch(at[t % len(cycle)], each, state, found)
+            results = self.gradients(*state[:2], taken, t)
+            each = [partial(self.finish_all, rnd=rnd) for rnd in rounds]
+            return jax.lax.switch(at[t % len(cycle)], each, state, results)
 
-        return loop_of(one, state, batch.numbers, t)
+        return loop_of(step, state, batch.numbers, t)
 
-    def on_device(state, batch, t, *, rnd):
-        if isinstance(batch, Resident):
-            return several(state, batch, t)
-        if rnd is not None and delayed_step:
-            local_step = partial(on_device, rnd=None)
-            return delayed_step.in_one_program(state, batch, t, rnd, local_step)
-        found = gradients(state.params, state.model_state, batch, t)
-        return placement.per_replica(partial(finish, rnd=rnd))(state, found)
+    def parts(self) -> Parts | None:
+        """The step as `decent_jax.cpu.overlap` runs it; None: its messages need the gradient."""
+        if self.delayed is not None:
+            return self.delayed.parts(partial(self.run, rnd=None), self.with_rate)
+        early = self.tx.early
+        if early is None:
+            return None
 
-    def with_rate(result, t):
+        def split(state: PyTree):
+            return (state.params, state.model_state), (state.params, state.opt_state)
+
+        def compute(own: PyTree, batch: PyTree, t: jax.Array):
+            params, model_state = own
+            return self.gradients(params, model_state, batch, t), None
+
+        def send(outgoing: PyTree, rnd: int | None):
+            def mixed(params: PyTree, opt_state: PyTree) -> PyTree:
+                return early(params, opt_state, rnd)
+
+            return self.placement.per_replica(mixed)(*outgoing)
+
+        def apply(outgoing: PyTree, results: PyTree, mixed: PyTree, _: PyTree, rnd: int | None):
+            params, opt_state = outgoing
+            return self.finish_all(TrainState(params, None, opt_state), results, mixed, rnd=rnd)
+
+        return Parts(split, compute, send, apply, self.with_rate)
+
+    def with_rate(self, result: PyTree, t: jax.Array) -> PyTree:
+        """The result of `run` on all devices, with the learning rate in its metrics."""
         state, metrics = result
         first = t if t.ndim == 0 else t[0]
 
-        def added(metrics, t):
-            return metrics | {"learning_rate": jnp.asarray(rate(t), jnp.float32)}
+        def added(metrics: PyTree, t: jax.Array):
+            return metrics | {"learning_rate": jnp.asarray(self.rate(t), jnp.float32)}
 
         if isinstance(metrics, list):
-            metrics = [added(of_step, first + k) for k, of_step in enumerate(metrics)]
+            of_steps = enumerate(list[PyTree](metrics))  # pyright: ignore
+            metrics = [added(of_step, first + k) for k, of_step in of_steps]
         else:
             metrics = added(metrics, first)
-        return placement.place_all(state), metrics
-
-    @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
-    def step(state, batch, t, *, round):
-        of_batch: Any = rows
-        if isinstance(batch, Resident):
-            of_batch = batch._replace(records=P(), numbers=rows)
-        run = placement.on_devices(partial(on_device, rnd=round), (rows, of_batch, P()), rows)
-        return with_rate(run(state, batch, t), t)
-
-    parts = early_parts(method.early) if method.early else None
-    if delayed_step:
-        parts = delayed_step.parts(partial(on_device, rnd=None), with_rate)
-    return overlapped(step, parts, placement, options, cache.get)
+        return self.placement.place_all(state), metrics

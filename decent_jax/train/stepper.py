@@ -1,7 +1,7 @@
 """Steps of the replicas on this process's devices: their state, their programs, their batches."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,8 @@ from decent_jax.checkpoints.on_disk import Checkpointer
 from decent_jax.cluster import watch
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes, format_number
-from decent_jax.ground.json_files import flat
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.comm_metrics import CommMetrics, Times
 from decent_jax.monitor.goodput import Clock, Idle, peak
 from decent_jax.monitor.step_trace import StepTrace
@@ -28,10 +29,12 @@ from decent_jax.train.step import Resident, make_step
 from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
+Shapes = tuple[tuple[int, ...], ...]  # of a batch's arrays
+Key = tuple[int | None, Shapes]  # of a compiled step: its round, and the shapes
 COMPILERS = 2  # threads: compilation takes some GiB per program, and cores that steps need
 
 
-def _call(compiled: Any, state: TrainState, batch: Any, t: int) -> Any:
+def _call(compiled: jax.stages.Compiled, state: TrainState, batch: PyTree, t: int) -> PyTree:
     return compiled(state, batch, np.int32(t))
 
 
@@ -58,19 +61,19 @@ class Stepper:
         experiment: Experiment,
         work: Workdir,
         first: np.ndarray | np.int32 = FIRST,
-        call: Callable[..., Any] = _call,
+        call: Callable[..., PyTree] = _call,
     ):
         self._experiment, self._work, self._first, self._call = experiment, work, first, call
         self.shapes = jax.eval_shape(lambda: init(experiment))
         self.cost = announce_cost(experiment, work, self.shapes)
         self.messages = algorithm.messages(self.cost, experiment.hosts, experiment.per_host)
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
-        self.state: Any = None
+        self.state: PyTree = None
         self._comm_metrics = CommMetrics(work.path)
         self._peak = peak(experiment.placement.mesh.devices.flat)
         self._batches: Any = None  # of the next steps, or the error that prevents them
 
-    def restore(self, memory: MemoryCheckpoints | None = None) -> tuple[int, dict[str, Any]]:
+    def restore(self, memory: MemoryCheckpoints | None = None) -> tuple[int, Json]:
         """See `decent_jax.train.loop.Runner`; ``memory``: in-memory checkpoints, if any."""
         experiment, work = self._experiment, self._work
         window, saved = experiment.config.optimizer.accum_steps, self.checkpoints.steps()
@@ -93,11 +96,11 @@ class Stepper:
     @contextlib.contextmanager
     def training(
         self, start: int, ahead: int, clock: Clock, memory: MemoryCheckpoints | None = None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """See `decent_jax.train.loop.Runner`; executables are stored with in-memory checkpoints."""
         experiment, work = self._experiment, self._work
         config, folder = experiment.config, None if memory is None else memory.folder
-        cache = open_cache(flat(config), folder, experiment.placement)
+        cache = open_cache(config.by_name, folder, experiment.placement)
         self.programs = Programs(experiment, work, clock, self.cost, self._first, cache)
         self._profile = StepTrace(config.profile.count, work.path, work.console.say)
         fed, self._records = experiment, None
@@ -114,7 +117,7 @@ class Stepper:
                 self._batches = None  # may be a reader's shared memory
             self._profile.finish(self._done, self.state)
 
-    def step(self, done: int, until: int) -> list[dict[str, Any]]:
+    def step(self, done: int, until: int) -> list[Json]:
         """Dispatch a step, or the steps that a message overlaps; then get the next batches."""
         if isinstance(self._batches, DataError):
             raise self._batches
@@ -124,13 +127,13 @@ class Stepper:
             self._batches = [self._feed.next() for _ in range(count)]
         batches, measured = zip(*self._batches, strict=True)
         programs, steps = self.programs, self._experiment.steps
-        (rnd, count), one = programs.blocks.due(done, steps), batches[0]
+        (rnd, count), batch = programs.blocks.due(done, steps), batches[0]
         soon = (rnd for rnd, _ in programs.blocks.cycle(done, steps))
         if self._records is not None:
-            rnd, count, one, soon = None, len(batches), Resident(self._records, batches), ()
-        compiled = programs.of(self.state, one, rnd, soon)
+            rnd, count, batch, soon = None, len(batches), Resident(self._records, batches), ()
+        compiled = programs.of(self.state, batch, rnd, soon)
         self._profile.turn(done, count, self.state)
-        batch = batches if programs.blocks.spans_steps(rnd) else one
+        batch = batches if programs.blocks.spans_steps(rnd) else batch
         waits = done + count >= until  # this process, anyway
         if rnd is not None and waits and hasattr(compiled, "timed"):
             args = self.state, batch, np.int32(done)
@@ -138,11 +141,11 @@ class Stepper:
             self._comm_metrics.measured = Times(*times).entries()
         else:
             self.state, metrics = self._call(compiled, self.state, batch, done)
-        made = metrics if isinstance(metrics, list) else [metrics]
-        self._feed.idle.begin(made[-1]["loss"])
+        of_steps = list[PyTree](metrics) if isinstance(metrics, list) else [metrics]  # pyright: ignore
+        self._feed.idle.begin(of_steps[-1]["loss"])
         self._done = done + count
         self._read_ahead()
-        return [one | {"measured": its} for one, its in zip(made, measured, strict=True)]
+        return [of_step | {"measured": m} for of_step, m in zip(of_steps, measured, strict=True)]
 
     def _read_ahead(self) -> None:
         if self._done >= self._experiment.steps or self._records is not None:
@@ -181,7 +184,7 @@ class Programs:
         work: Workdir,
         clock: Clock,
         cost: algorithm.Cost,
-        first: Any = FIRST,
+        first: np.ndarray | np.int32 = FIRST,
         cache: ExecutableCache = NO_CACHE,
     ):
         config, schedule = experiment.config, experiment.schedule
@@ -198,20 +201,20 @@ class Programs:
         )
         self._synchronous = config.algorithm == "all_reduce"  # all of its steps are alike
         self.blocks = Blocks.of(config, schedule, experiment.tx)
-        self.compiled: dict[tuple, Any] = {}
+        self.compiled: dict[Key, Any] = {}
         self.memory: xla.Memory | None = None
         self._threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compiler")
-        self._coming: dict[tuple, Future] = {}  # by the same key as `compiled`
+        self._coming: dict[Key, Future[jax.stages.Compiled]] = {}  # by the same key as `compiled`
 
     def __enter__(self) -> "Programs":
         return self
 
-    def __exit__(self, exc_type: type | None, *_) -> None:
+    def __exit__(self, exc_type: type | None, *_: object) -> None:
         # After a signal there is no time for a round that compiles, and no way to stop it.
         self._threads.shutdown(wait=exc_type is None, cancel_futures=True)
 
     def of(
-        self, state: TrainState, batch: Any, rnd: int | None, soon: Iterable[int | None] = ()
+        self, state: TrainState, batch: PyTree, rnd: int | None, soon: Iterable[int | None] = ()
     ) -> Any:
         """The program of a round for batches of these shapes; see `compile`."""
         key = rnd, shapes_of(batch)
@@ -222,9 +225,9 @@ class Programs:
     def compile(
         self,
         state: TrainState,
-        batch: Any,
+        batch: PyTree,
         rnd: int | None,
-        shapes: tuple,
+        shapes: Shapes,
         soon: Iterable[int | None] = (),
     ) -> None:
         """Compile the step of a round for batches of these shapes; log the cost of the first one.
@@ -235,7 +238,7 @@ class Programs:
           soon: the following rounds, which are compiled in the background.
         """
 
-        def compiled_for(rnd, state=state, batch=batch):
+        def compiled_for(rnd: int | None, state: PyTree = state, batch: PyTree = batch):
             batch = (batch,) * self.blocks.delay if self.blocks.spans_steps(rnd) else batch
 
             def compiled():
@@ -252,8 +255,8 @@ class Programs:
             compiled = compiled_for(rnd) if coming is None else coming.result()
             watch.barrier(self._experiment.config.cluster.exchange_s)
         first = self.memory is None
-        both = filter(None, [self.memory, xla.memory_of(compiled)])
-        self.memory = max(both, key=sum, default=None)
+        sizes = filter(None, [self.memory, xla.memory_of(compiled)])
+        self.memory = max(sizes, key=sum, default=None)
         if first and self.memory is not None:
             config, task = self._experiment.config, self._experiment.task
             flops = task.flops_per_example * config.batch_size / config.num_replicas
@@ -268,7 +271,7 @@ class Programs:
             if key not in self.compiled and key not in self._coming:
                 self._coming[key] = self._threads.submit(compiled_for, other, *like)
 
-    def _name(self, rnd, shapes) -> str:
+    def _name(self, rnd: int | None, shapes: Shapes) -> str:
         name = "without communication" if rnd is None else f"round {rnd}"
         if self.blocks.spans_steps(rnd):
             name += f" overlapping {self.blocks.delay} steps"
@@ -285,7 +288,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def shapes_of(batch: Any) -> tuple:
+def shapes_of(batch: PyTree) -> Shapes:
     """The shapes of a batch's arrays, without the replica dimension."""
     return tuple(x.shape[1:] for x in jax.tree.leaves(batch))
 
@@ -306,7 +309,7 @@ class Feed:
             experiment.config, task, experiment.placement, start_step, experiment.partition
         )
 
-    def next(self) -> tuple[Any, dict[str, float]]:
+    def next(self) -> tuple[PyTree, dict[str, float]]:
         """The next batch, and the task's measurements of it.
 
         Raises:
@@ -315,7 +318,7 @@ class Feed:
         began = self._clock.now()
         block = next(self._batches)
         self._clock.waited_for_data(self.idle.seconds(began, self._clock.now()))
-        measured = self._measure(block) if self._measure is not None else {}
+        measured: dict[str, float] = self._measure(block) if self._measure is not None else {}
         return self._placement.put(block), measured
 
     def __enter__(self) -> "Feed":
@@ -323,7 +326,7 @@ class Feed:
         self.idle.__enter__()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.idle.__exit__(*exc_info)
         self._batches.__exit__(*exc_info)
 

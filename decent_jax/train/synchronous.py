@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,8 @@ from decent_jax import optim, replicas
 from decent_jax.checkpoints.in_memory import open_memory_checkpoints
 from decent_jax.cluster import watch
 from decent_jax.ground.format import format_duration, format_number
+from decent_jax.ground.json_files import Json
+from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.goodput import Clock
 from decent_jax.replicas import TrainState
 from decent_jax.train import conclusion, loop
@@ -33,7 +34,7 @@ check = config_lib.check  # the interface of `decent_jax.train.config.TRAINERS`
 
 
 @watch.lost_peers_told()
-def run(config: Config, workdir: str | Path) -> dict[str, Any]:
+def run(config: Config, workdir: str | Path) -> Json:
     """See `decent_jax.train.run`."""
     with open_experiment(config, workdir) as (experiment, work):
         check_shared(work.path)
@@ -70,7 +71,7 @@ class Synchronous:
         self._evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         placement = experiment.placement
 
-        def averaged(params, weights):
+        def averaged(params: PyTree, weights: PyTree):
             return placement.place_all(replicas.resize(params, placement.num_replicas, weights))
 
         self._averaged = jax.jit(averaged, donate_argnums=0)
@@ -80,11 +81,11 @@ class Synchronous:
         """See `decent_jax.train.loop.Runner`."""
         return self.stepper.state
 
-    def restore(self) -> tuple[int, dict[str, Any]]:
+    def restore(self) -> tuple[int, Json]:
         """See `decent_jax.train.loop.Runner`."""
         return self.stepper.restore(self.memory)
 
-    def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager:
+    def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager[None]:
         """See `decent_jax.train.loop.Runner`."""
         return self.stepper.training(start, ahead, clock, self.memory)
 
@@ -104,7 +105,7 @@ class Synchronous:
         with self._work.console.announce("evaluating the consensus model", once=True):
             return self._evaluator.row(self.state)
 
-    def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
+    def finish(self, done: int, saver: Saver, clock: Clock) -> Json:
         """See `decent_jax.train.loop.Runner`."""
         memory = self.stepper.programs.memory
         return conclusion.conclude(
@@ -136,27 +137,29 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
         batch, _ = feed.next()
     cycle = list(programs.blocks.cycle())
     rounds = [rnd for rnd, count in cycle for _ in range(count)]
-    silent, seconds = rounds.count(None) / len(rounds), {}
+    silent = rounds.count(None) / len(rounds)
+    seconds: dict[bool, float] = {}  # by whether the step has no round
     state = init(experiment)
     for rnd, count in sorted(
         {rnd is None: (rnd, k) for rnd, k in reversed(cycle)}.values(), key=str
     ):
         key = rnd, shapes_of(batch)
         programs.compile(state, batch, *key)
-        given, times = (batch,) * count if programs.blocks.spans_steps(rnd) else batch, []
+        batches = (batch,) * count if programs.blocks.spans_steps(rnd) else batch
+        times: list[float] = []
         for t in range(1 + TIMED):  # the first does not count
             began = time.perf_counter()
-            state, metrics = programs.compiled[key](state, given, np.int32(t))
+            state, metrics = programs.compiled[key](state, batches, np.int32(t))
             jax.block_until_ready((state, metrics))
             times.append((time.perf_counter() - began) / count)
         seconds[rnd is None] = statistics.median(times[1:])
     mean = sum(seconds[kind] * (silent if kind else 1 - silent) for kind in seconds)
-    both = ""
+    on_average = ""
     if len(seconds) > 1:
         words = (f"{format_number(1e3 * seconds[kind])} ms" for kind in (False, True))
-        both = " on average ({} with communication, {} without)".format(*words)
+        on_average = " on average ({} with communication, {} without)".format(*words)
     work.console.say(
         f"the config is good for {steps} steps; {len(set(rounds))} rounds to compile; a step takes "
-        f"{format_number(1e3 * mean)} ms here{both}, {steps} of them "
+        f"{format_number(1e3 * mean)} ms here{on_average}, {steps} of them "
         f"{format_duration(mean * steps)}"
     )

@@ -10,9 +10,9 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 
@@ -21,6 +21,7 @@ from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import extras, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import name_all, shorten
+from decent_jax.ground.json_files import Json
 from decent_jax.ground.run_folder import LOCK, METRICS, START, read_metrics
 from decent_jax.monitor import goodput_file, trackers
 from decent_jax.monitor.metrics_file import MetricWriter
@@ -82,12 +83,12 @@ class Record:
         if not self._console.quiet:
             makes = trackers.named(self.config.log.trackers)
             self.trackers = Trackers(makes, self._path, start_step, self.incident)
-            self.trackers.log_hyperparameters(json_files.flat(self.config))
+            self.trackers.log_hyperparameters(self.config.by_name)
         return MetricWriter(
             self._path, trackers=self.trackers, start_step=start_step, quiet=self._console.quiet
         )
 
-    def summary(self, **entries: Any) -> dict[str, Any]:
+    def summary(self, **entries: object) -> Json:
         """Write ``summary.json``: ``entries``, and the hardware and versions of the run."""
         summary = entries | {
             "task": self.config.task,
@@ -114,7 +115,7 @@ class Workdir(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_workdir(workdir: str | Path, config: Config) -> Iterator[Workdir]:
+def open_workdir(workdir: str | Path, config: Config) -> Generator[Workdir]:
     """The run's directory, locked by process 0 until the context ends.
 
     Raises:
@@ -126,10 +127,10 @@ def open_workdir(workdir: str | Path, config: Config) -> Iterator[Workdir]:
         raise _refusal(path, "is a URL, and a run needs a folder; mount it and name its place")
     if not {"[", "\\"}.isdisjoint(str(path)):  # tensorstore takes them for a pattern
         raise _refusal(path, "has a [ or a \\ in its name, and no checkpoint could be read there")
-    console, made = Console(), False
+    console, is_new = Console(), False
     with contextlib.ExitStack() as held:
         try:
-            made = not path.exists()
+            is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
             json_files.check_regular(path / LOCK)
             lock = held.enter_context(open(path / LOCK, "a+", errors="replace"))
@@ -152,14 +153,14 @@ def open_workdir(workdir: str | Path, config: Config) -> Iterator[Workdir]:
             finally:
                 record.trackers.finish()
         except ConfigError:  # refused: a folder with only the lock was created for it
-            if made:
+            if is_new:
                 with contextlib.suppress(OSError):
                     (path / LOCK).unlink()
                     path.rmdir()
             raise
 
 
-def _lock(lock, path: Path, patience_s: float) -> None:
+def _lock(lock: IO[str], path: Path, patience_s: float) -> None:
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -195,7 +196,7 @@ def check_config(path: Path, config: Config) -> None:
         old = json_files.flat(json.loads(json_files.read_text(saved)))
     except (OSError, ValueError, AttributeError, RecursionError):
         raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
-    changes = config_lib.refused_changes(old, json_files.flat(config))
+    changes = config_lib.refused_changes(old, config.by_name)
     if changes:
         listed = "; ".join(changes)
         if len(changes) > 1 and len(listed) > _LONGEST_LIST:
@@ -220,7 +221,7 @@ def check_shared(path: Path) -> None:
     if jax.process_index() == 0:
         file, mark = tempfile.mkstemp(prefix=".shared-", dir=path)
         os.close(file)
-    there = path / watch.gather(mark and Path(mark).name)[0]
+    there = path / watch.gather(Path(mark or "").name)[0]
     end = time.monotonic() + _SHARED_S
     while not there.exists() and time.monotonic() < end:
         time.sleep(_LOOK_S)

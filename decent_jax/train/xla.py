@@ -8,8 +8,9 @@ import contextlib
 import functools
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jaxlib.version
@@ -17,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from decent_jax import cpu
 from decent_jax.ground.format import format_number
-from decent_jax.optim import as_method
+from decent_jax.optim import Method
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 
@@ -45,7 +46,7 @@ CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read l
 _MIN_SECONDS = 0.2  # seconds; faster compilations are not worth a file
 
 
-def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[str, Any]:
+def options_of_step(placement: Placement, schedule: Schedule, tx: Method) -> dict[str, object]:
     """The ``compiler_options`` of `jax.jit` for a step.
 
     Args:
@@ -53,7 +54,8 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[s
       schedule: of the rounds.
       tx: the method.
     """
-    options, platform = {}, placement.platform
+    options: Mapping[str, object] = {}
+    platform = placement.platform
     if platform == "cpu":
         options = FOR_CPUS
     elif platform in ("gpu", "cuda") and _starts_early(placement.fsdp, schedule, tx):
@@ -70,7 +72,7 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[s
     }
 
 
-def _starts_early(fsdp, schedule, tx) -> bool:
+def _starts_early(fsdp: int, schedule: Schedule, tx: Method) -> bool:
     """Whether it helps to start messages at the top of the step.
 
     It does not if a replica has several devices: XLA gathers its arrays as the gradient needs them,
@@ -79,12 +81,11 @@ def _starts_early(fsdp, schedule, tx) -> bool:
     for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
-    method = as_method(tx)
-    return fsdp == 1 and (not in_stages or bool(method.early or method.delayed))
+    return fsdp == 1 and (not in_stages or bool(tx.early or tx.delayed))
 
 
 @functools.cache
-def known(name: str, value: Any, device: Any = None) -> bool:
+def known(name: str, value: object, device: jax.Device | None = None) -> bool:
     """Whether this version of XLA has the option; they come and go.
 
     Args:
@@ -126,13 +127,13 @@ class Memory(NamedTuple):
         return f"{total} {unit} of memory per device ({state} of state, {temporary} while it runs)"
 
 
-def memory_of(compiled: Any) -> Memory | None:
+def memory_of(compiled: jax.stages.Compiled) -> Memory | None:
     """The memory of a compiled program; None if the backend does not report it."""
-    found = compiled.memory_analysis()
-    if found is None:
+    sizes = compiled.memory_analysis()
+    if sizes is None:
         return None
-    new = found.output_size_in_bytes - found.alias_size_in_bytes
-    return Memory(found.argument_size_in_bytes, found.temp_size_in_bytes + new)
+    new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return Memory(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes + new)
 
 
 def use_cache() -> Path | None:
@@ -167,15 +168,15 @@ def use_cache() -> Path | None:
 
 def _prune(folder: Path) -> None:
     """Remove the least recently read files until three quarters of `CACHE_LIMIT` are left."""
-    found = []
+    files: list[tuple[float, int, Path]] = []
     for path in filter(Path.is_file, folder.iterdir()):
         with contextlib.suppress(OSError):  # another process is pruning too
             stat = path.stat()
-            found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    total = sum(size for _, size, _ in found)
+            files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in files)
     if total <= CACHE_LIMIT:
         return
-    for _, size, path in sorted(found):
+    for _, size, path in sorted(files):
         with contextlib.suppress(OSError):
             path.unlink()
         total -= size

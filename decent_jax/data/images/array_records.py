@@ -21,6 +21,7 @@ from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind, recorded
 from decent_jax.data.reading import entries_of, short
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 KIND = Kind("images", "decent_jax images 1")
 SPLITS = ("train", "val")
@@ -123,7 +124,7 @@ class ImageFolderWriter(Draft):
         self.class_names = class_names
         self.bad: list[dict[str, str]] = []
         self._counts = {split: np.zeros(len(class_names), np.int64) for split in SPLITS}
-        self._shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        self._shards: dict[str, list[Json]] = {split: [] for split in SPLITS}
         self._writer: Any = None  # of the last shard of `_split`
         self._split, self._bytes = "", 0
 
@@ -139,7 +140,7 @@ class ImageFolderWriter(Draft):
         shard["records"] += 1
         self._bytes += len(record)
 
-    def commit(self, left_out: dict[str, int]) -> dict[str, Any]:
+    def commit(self, left_out: dict[str, int]) -> Json:
         """Renames the finished folder into place and returns its manifest.
 
         Args:

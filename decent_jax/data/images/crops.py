@@ -10,7 +10,7 @@ a crop that is up to twice as large as wanted. (Pillow's bilinear filter average
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -81,7 +81,7 @@ class TrainImages:
     def __repr__(self) -> str:
         return f"TrainImages({self.files!r}, size={self.size})"
 
-    def augment(self, record, random: np.random.Generator) -> dict[str, Any]:
+    def augment(self, record, random: np.random.Generator) -> dict[str, np.ndarray | np.int32]:
         """`{"image": (size, size, 3) uint8, "label": () int32}`, a crop of the record.
 
         Raises:
@@ -117,7 +117,7 @@ class EvalImages:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray | np.int32]:
         record = self.files[int(self.order[index])]
         with _naming(record.name):
             image = centre_crop(record.data, self.size, self.resize)

@@ -157,36 +157,36 @@ def _storage(path: str, split: str):
     places = {name: _place(path, name) for name in SPLITS}
     left_out: Counter[str] = Counter()
     table = os.path.join(places[split], _TABLE)
-    found = _index(places[split], left_out)
+    by_class = _index(places[split], left_out)
     if has_table := os.path.isfile(table):
-        found = _by_table(table, found, left_out)
+        by_class = _by_table(table, by_class, left_out)
     if split == "train":  # files next to the splits count once
         beside = set(os.listdir(path)).difference(map(os.path.basename, places.values()))
         left_out.update(
             f"folder {name}" if os.path.isdir(os.path.join(path, name)) else kind_of(name)
             for name in sorted(beside)
         )
-    if not found:
+    if not by_class:
         raise DataError(f"{places[split]}: holds no class; {_EXPECTED}{_instead(left_out)}")
-    class_names = sorted(found) if split == "train" else _subfolders(places["train"])
+    class_names = sorted(by_class) if split == "train" else _subfolders(places["train"])
     if len(class_names) == 1:
         raise DataError(
             f"{places['train']}: holds one class alone, {class_names[0]}; {_EXPECTED} of several"
         )
-    _check_known(places[split], sorted(found), class_names)
-    return _Files(places[split], split, class_names, found, left_out, has_table)
+    _check_known(places[split], sorted(by_class), class_names)
+    return _Files(places[split], split, class_names, by_class, left_out, has_table)
 
 
 def _place(path: str, split: str) -> str:
     """The folder of a split; DataError if there is none, or more than one."""
     names = _FOLDERS[split]
-    found = [name for name in names if os.path.isdir(os.path.join(path, name))]
-    if len(found) == 1:
-        return os.path.join(path, found[0])
+    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    if len(folders) == 1:
+        return os.path.join(path, folders[0])
     what = {"train": "training", "val": "validation"}[split]
-    if found:
+    if folders:
         raise DataError(
-            f"{path}: has two folders of {what} images, {', '.join(found)}; take one out"
+            f"{path}: has two folders of {what} images, {', '.join(folders)}; take one out"
         )
     tried = " or ".join(f"{name}/CLASS/" for name in names)
     raise DataError(f"{path}: has no {what} images; put them into {tried}")
@@ -203,16 +203,16 @@ def _index(place: str, left_out: Counter[str]) -> dict[str, list[str]]:
     with os.scandir(place) as entries:
         loose = [e.name for e in entries if e.name not in folders and e.name != _TABLE]
     left_out.update("picture outside of a class" if _is_image(n) else kind_of(n) for n in loose)
-    found = {}
+    by_folder = {}
     with ThreadPoolExecutor(_THREADS) as pool:
         for name, (files, own) in zip(folders, pool.map(list_class, folders), strict=True):
             if not files:
                 raise DataError(
                     f"{place}, class {name}: holds no picture; {_EXPECTED}{_instead(own)}"
                 )
-            found[name] = files
+            by_folder[name] = files
             left_out.update(own)
-    return found
+    return by_folder
 
 
 def _is_image(name: str) -> bool:
@@ -229,7 +229,7 @@ def _subfolders(folder: str) -> list[str]:
 
 
 def _by_table(
-    table: str, found: dict[str, list[str]], left_out: Counter[str]
+    table: str, by_folder: dict[str, list[str]], left_out: Counter[str]
 ) -> dict[str, list[str]]:
     """Pictures, by their folders, sorted into the classes of a table; names keep their folders."""
     with one_sentence(table), open(table, encoding="utf-8", errors="surrogateescape") as file:
@@ -237,11 +237,11 @@ def _by_table(
     if wrong := next((number for number, row in enumerate(rows, 1) if len(row) < 2), 0):
         raise DataError(f"{table}, line {wrong}: expected a picture's name, a tab, its class")
     classes = {row[0]: row[1] for row in rows}
-    made: dict[str, list[str]] = {}
-    for folder, names in found.items():
+    by_class: dict[str, list[str]] = {}
+    for folder, names in by_folder.items():
         for name in names:
             if own := classes.pop(os.path.basename(name), ""):
-                made.setdefault(own, []).append(f"{folder}/{name}")
+                by_class.setdefault(own, []).append(f"{folder}/{name}")
             else:
                 left_out[f"picture that {_TABLE} does not list"] += 1
     if classes:
@@ -249,12 +249,12 @@ def _by_table(
             f"{table}: lists {len(classes)} pictures that are not there, such as"
             f" {min(classes)}; fetch them again"
         )
-    return made
+    return by_class
 
 
-def _check_known(place: str, found: list[str], class_names: list[str]) -> None:
+def _check_known(place: str, folders: list[str], class_names: list[str]) -> None:
     known = set(class_names)
-    if unknown := [name for name in found if name not in known]:
+    if unknown := [name for name in folders if name not in known]:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         classes = "1 class" if len(unknown) == 1 else f"{len(unknown)} classes"
         raise DataError(
@@ -302,8 +302,8 @@ class _Files:
 
         bad: dict[int, str] = {}
         with ThreadPoolExecutor(_THREADS) as pool:
-            for found in pool.map(among, range(0, len(self), _TOGETHER)):
-                bad |= found
+            for broken in pool.map(among, range(0, len(self), _TOGETHER)):
+                bad |= broken
         if bad:
             whole = np.delete(np.arange(len(self)), list(bad))
             self.labels, self._names = self.labels[whole], self._names[whole]

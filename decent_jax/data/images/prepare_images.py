@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decent_jax.data import worker_pool
 from decent_jax.data.images import jpeg
@@ -23,6 +23,7 @@ from decent_jax.data.images.image_folder import (
     open_images,
 )
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 _TOGETHER = 32  # images of a task: some megabytes on their way back
 _FEW_IMAGES = 1000  # starting workers takes longer than decoding so many
@@ -35,7 +36,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts it reads.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
@@ -135,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds nothing: `prepare` has no arguments that only images have."""
 
 
-def report(manifest: dict[str, Any]) -> Iterator[str]:
+def report(manifest: Json) -> Iterator[str]:
     """What the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         bad = f", {entry['bad']:,} broken left out" if entry["bad"] else ""

@@ -10,6 +10,7 @@ import numpy as np
 from decent_jax.data.reading import short
 from decent_jax.ground import extras
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 _BLOCK = 256  # records read at a time for their labels
 
@@ -49,9 +50,9 @@ class TfdsImages:
             )
         for name, kind in (("image", tfds.features.Image), ("label", tfds.features.ClassLabel)):
             if name not in features or not isinstance(features[name], kind):
-                found = ", ".join(map(repr, features))
+                listed = ", ".join(map(repr, features))
                 what = f"{kind.__name__} feature {name!r}"
-                raise DataError(f"{path}: has no {what} among its features {found}")
+                raise DataError(f"{path}: has no {what} among its features {listed}")
         names = {"train": ("train",), "val": ("validation", "test")}[split]
         theirs = next((name for name in names if name in info.splits), None)
         if theirs is None:
@@ -85,7 +86,7 @@ class TfdsImages:
         name = os.fsdecode(file)
         return record["image"], label, f"{self._split}/{self.class_names[label]}/{name}"
 
-    def _read(self, rows: range) -> list[dict[str, Any]]:
+    def _read(self, rows: range) -> list[Json]:
         try:
             return [self._records[row] for row in rows]
         except Exception as error:  # array_record's own kinds

@@ -80,33 +80,33 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.
     """
-    found: dict[Path, DocumentSource] = {}
+    by_path: dict[Path, DocumentSource] = {}
     left_out: Counter[str] = Counter()
-    for given in inputs:
-        if given.is_dir():
+    for place in inputs:
+        if place.is_dir():
             own: Counter[str] = Counter()
-            name = Path(os.path.abspath(given)).name
+            name = Path(os.path.abspath(place)).name
             sources = [
-                _file(given / path, f"{name}/{path}", _KINDS[_suffix(path)])
-                for path in files_below(given, _suffix, own)
+                _file(place / path, f"{name}/{path}", _KINDS[_suffix(path)])
+                for path in files_below(place, _suffix, own)
             ]
             if not sources:
                 there = f" (there are {counted(own)})" if own else ""
                 raise DataError(
-                    f"{given}: holds no {_READABLE} file{there}; of other kinds of text name the"
-                    f" files: {given}/*{_NAMED[0]}"
+                    f"{place}: holds no {_READABLE} file{there}; of other kinds of text name the"
+                    f" files: {place}/*{_NAMED[0]}"
                 )
             left_out += own
-        elif given.exists():
-            kind = _KINDS.get(_suffix(given.name))
-            if kind is None and given.suffix.lower() not in _NAMED:
-                raise DataError(f"{given}: not a {_READABLE} file, nor one of {', '.join(_NAMED)}")
-            sources = [_file(given, given.name, kind or "txt")]
+        elif place.exists():
+            kind = _KINDS.get(_suffix(place.name))
+            if kind is None and place.suffix.lower() not in _NAMED:
+                raise DataError(f"{place}: not a {_READABLE} file, nor one of {', '.join(_NAMED)}")
+            sources = [_file(place, place.name, kind or "txt")]
         else:
-            raise DataError(f"{given}: no such file or folder")
+            raise DataError(f"{place}: no such file or folder")
         for source in sources:  # one that is given twice is read once
-            found.setdefault(source.path.resolve(), source)
-    return list(found.values()), left_out
+            by_path.setdefault(source.path.resolve(), source)
+    return list(by_path.values()), left_out
 
 
 def check_sources(
@@ -238,8 +238,8 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
 
 
 def _lacks(place: Path | str, kind: str, field: str, names: Iterable[str]) -> DataError:
-    found = shorten(", ".join(map(repr, names)) or f"no {kind}", 100)
-    return DataError(f"{place}: no {kind} {shown(field)}, only {found}; see --text_field")
+    there = shorten(", ".join(map(repr, names)) or f"no {kind}", 100)
+    return DataError(f"{place}: no {kind} {shown(field)}, only {there}; see --text_field")
 
 
 def _check_column(path: Path, schema: Any, field: str) -> None:

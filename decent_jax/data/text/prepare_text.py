@@ -9,7 +9,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from decent_jax.data.text.documents import Chunk, DocumentSource
 from decent_jax.data.text.token_folder import SPLITS, TokenFolderWriter
 from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 _MOST_CHUNKS = 256  # that a worker process receives at once
 
@@ -41,7 +41,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Writes the prepared folder `out` from text; `DESCRIPTION` lists the formats it reads.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
@@ -112,10 +112,10 @@ def prepare(
 
 def _of_characters(sources: list[DocumentSource], field: str) -> Tokenizer:
     """The tokenizer of all characters of the sources, which it reads once."""
-    found: set[str] = set()
+    characters: set[str] = set()
     for chunk in documents.chunks(sources, field):
-        found.update(*documents.documents(chunk, field))
-    return tokenizers.CharTokenizer("".join(found))
+        characters.update(*documents.documents(chunk, field))
+    return tokenizers.CharTokenizer("".join(characters))
 
 
 def _of_given(held_out: list[DocumentSource]) -> Callable:
@@ -230,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text_field", default="text", metavar="NAME", help=field)
 
 
-def report(manifest: dict[str, Any]) -> Iterator[str]:
+def report(manifest: Json) -> Iterator[str]:
     """What the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         share = 100 * entry["unknown"] / entry["tokens"]

@@ -20,11 +20,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from decent_jax.data.prepared_folder import find_or_make
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 VAL_FRACTION = 0.05
 
@@ -35,7 +35,7 @@ _FOLDERS_OUT = re.compile(
 _FILES_OUT = re.compile(r"test_.*|_sysconfigdata.*")
 
 
-def build(out_dir: str | Path) -> dict[str, Any]:
+def build(out_dir: str | Path) -> Json:
     """The manifest of the corpus's prepared folder `out_dir`, which is created if necessary.
 
     Takes about a second. An intact folder from this interpreter's library is kept; one from
@@ -60,7 +60,7 @@ def build(out_dir: str | Path) -> dict[str, Any]:
 
 def _write(
     out: Path, files: list[tuple[str, Path, int]], fingerprint: str, overwrite: bool
-) -> dict[str, Any]:
+) -> Json:
     tokenizer = tokenizers.load("bytes")
     corpus, seen = hashlib.sha256(), set()
     with token_folder.TokenFolderWriter(out, tokenizer, overwrite=overwrite) as writer:
@@ -82,7 +82,7 @@ def _write(
         )
 
 
-def _found(out: Path, fingerprint: str) -> dict[str, Any] | None:
+def _found(out: Path, fingerprint: str) -> Json | None:
     try:
         manifest = token_folder.read_manifest(out)
     except DataError:

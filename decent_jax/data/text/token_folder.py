@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
@@ -44,7 +45,7 @@ class TokenWindows:
       DataError: the file is missing, ends within a token or is shorter than a window.
     """
 
-    def __init__(self, path: str | Path, seq_len: int, dtype: Any = None):
+    def __init__(self, path: str | Path, seq_len: int, dtype: DTypeLike | None = None):
         self.path = str(path)
         self.seq_len = int(seq_len)
         self._tokens = _memmap(self.path, np.dtype(dtype) if dtype else _manifest_type(path))

@@ -2,9 +2,9 @@
 
 import json
 import re
-from typing import Any
 
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"
@@ -14,7 +14,7 @@ DROPPED = "decent_jax: dropped"
 
 
 def end_token(
-    saved: dict[str, Any], vocabulary: dict[str, int], end: str | int | None, eos: str | None
+    saved: Json, vocabulary: dict[str, int], end: str | int | None, eos: str | None
 ) -> str:
     """The token that ends a document: as named, or the only candidate of the best kind."""
     if end is not None:
@@ -25,20 +25,20 @@ def end_token(
             )
         return named[0]
     special = [x["content"] for x in saved.get("added_tokens") or [] if x.get("special")]
-    found = [token for token in _END_OF_TEXT if token in special]
-    if eos in vocabulary and (not found or eos in found):
+    candidates = [token for token in _END_OF_TEXT if token in special]
+    if eos in vocabulary and (not candidates or eos in candidates):
         return eos
-    found = found or [token for token in _END_OF_TEXT if token in vocabulary]
-    if len(found) == 1 and eos is None:
-        return found[0]
+    candidates = candidates or [token for token in _END_OF_TEXT if token in vocabulary]
+    if len(candidates) == 1 and eos is None:
+        return candidates[0]
     known = f"none of the tokens that end a document: {', '.join(_END_OF_TEXT)}"
-    if found:
-        found += [] if eos is None else [f"{eos} of {HF_CONFIG}"]
-        known = f"several tokens that may end a document: {', '.join(found)}"
+    if candidates:
+        candidates += [] if eos is None else [f"{eos} of {HF_CONFIG}"]
+        known = f"several tokens that may end a document: {', '.join(candidates)}"
     raise DataError(f"{HF_FILE} has {known}; name it by --end_of_text")
 
 
-def for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
+def for_documents(saved: Json, end: str, number: int) -> bytes:
     """A tokenizer.json for whole documents, whose ids depend only on their text.
 
     Nothing is truncated, padded, added or dropped at random. The end is a special token, which no
@@ -72,7 +72,7 @@ def for_documents(saved: dict[str, Any], end: str, number: int) -> bytes:
     return json.dumps(changed, ensure_ascii=False).encode()
 
 
-def showing_what_is_dropped(saved: dict[str, Any]) -> dict[str, Any] | None:
+def showing_what_is_dropped(saved: Json) -> Json | None:
     """A tokenizer.json with a token for characters that the other drops; None: it drops none.
 
     Byte pair encoding drops characters outside its vocabulary. Their neighbours then merge, so

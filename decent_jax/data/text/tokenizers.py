@@ -162,20 +162,20 @@ class HFTokenizer(Tokenizer):
         import tokenizers
 
         self.name = HF_FILE
-        made: Any = tokenizers.Tokenizer  # which has no types
+        library: Any = tokenizers.Tokenizer  # which has no types
         with _library_errors("is damaged, or no tokenizer"):
-            vocabulary = made.from_str(content.decode()).get_vocab(with_added_tokens=True)
+            vocabulary = library.from_str(content.decode()).get_vocab(with_added_tokens=True)
             saved = json.loads(content)
             self._end = end_token(saved, vocabulary, end, eos)
             self.end_of_text = vocabulary[self._end]
             self.files = {HF_FILE: for_documents(saved, self._end, self.end_of_text)}
-            self._tokenizer = made.from_str(self.files[HF_FILE].decode())
+            self._tokenizer = library.from_str(self.files[HF_FILE].decode())
             model = saved["model"]
             named = vocabulary.get(model.get("unk_token"), -1)
             self.unknown = model["unk_id"] if model.get("unk_id") is not None else named
             self._showing = None
             if (shows := showing_what_is_dropped(json.loads(self.files[HF_FILE]))) is not None:
-                self._showing = made.from_str(json.dumps(shows))
+                self._showing = library.from_str(json.dumps(shows))
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
@@ -335,9 +335,9 @@ def _download() -> bytes:
     extras.need("text", "tokenizers")
     import tokenizers
 
-    made: Any = tokenizers.Tokenizer  # which has no types
+    library: Any = tokenizers.Tokenizer  # which has no types
     try:
-        return made.from_pretrained(GPT2).to_str().encode()
+        return library.from_pretrained(GPT2).to_str().encode()
     except Exception as error:  # the hub's, the proxy's, the disk's
         raise DataError(
             f"the gpt2 tokenizer cannot be downloaded ({type(error).__name__}); fetch the"

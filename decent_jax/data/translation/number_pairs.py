@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from num2words import num2words
@@ -29,6 +28,7 @@ from decent_jax.data.prepared_folder import find_or_make
 from decent_jax.data.translation import prepare_translation
 from decent_jax.data.translation.pair_folder import is_whole, read_manifest
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import Json
 
 SPLITS = ("train", "val", "test")
 LARGEST = 999_999
@@ -87,7 +87,7 @@ def sentences(split: str, *, seed: int) -> Iterator[tuple[str, str]]:
             yield pair
 
 
-def build(out: str | Path) -> dict[str, Any]:
+def build(out: str | Path) -> Json:
     """The manifest of the quickstart's prepared folder ``out``, which this makes if necessary.
 
     Takes some seconds. Several processes may call it at the same time.
@@ -99,7 +99,7 @@ def build(out: str | Path) -> dict[str, Any]:
     return find_or_make(out, lambda: _found(out), lambda overwrite: _make(out, overwrite))
 
 
-def _make(out: Path, overwrite: bool) -> dict[str, Any]:
+def _make(out: Path, overwrite: bool) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         write_files(folder, **_COUNTS, seed=0)
         return prepare_translation.prepare(
@@ -107,7 +107,7 @@ def _make(out: Path, overwrite: bool) -> dict[str, Any]:
         )
 
 
-def _found(out: Path) -> dict[str, Any] | None:
+def _found(out: Path) -> Json | None:
     """The manifest of ``out`` where that is the quickstart's, whole and of this version."""
     try:
         splits = read_manifest(out)["splits"]

@@ -114,13 +114,13 @@ class TranslationPairs:
     @functools.cached_property
     def vocabulary(self) -> Subwords:
         """The joint vocabulary of the ids; DataError where the folder holds another one."""
-        found = subwords.load(self.folder)
-        if found.sha256 != self.manifest["vocab_sha256"]:
+        loaded = subwords.load(self.folder)
+        if loaded.sha256 != self.manifest["vocab_sha256"]:
             raise DataError(
                 f"{self.folder}: {subwords.FILE} is not the vocabulary these ids were made with;"
                 " prepare the data again"
             )
-        return found
+        return loaded
 
     def sentences(self, side: int) -> list[str]:
         """The original sources (0) or targets (1); only val and test keep them."""

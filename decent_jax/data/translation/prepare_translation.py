@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from decent_jax.data.translation.sentence_pairs import Lines, PairSource
 from decent_jax.data.translation.subwords import Subwords, normalize
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import Json
 
 VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
@@ -61,7 +62,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Writes the prepared folder `out` from sentence pairs; `DESCRIPTION` lists what it reads.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
@@ -110,18 +111,7 @@ def prepare(
         if progress:
             print(f"learning {vocab_size} subwords from {len(survey.words)} words", file=sys.stderr)
         vocabulary = subwords.train(survey.words, vocab_size)
-        fates = np.zeros(_RATIO_OFF + 1, np.int64)
-
-        def add(task: _Part, encoded: tuple[np.ndarray, list[tuple]]) -> int:
-            fates[:] += np.bincount(encoded[0], minlength=len(fates))
-            for part in encoded[1]:
-                folder.add(*part)
-            return task.lines.read
-
-        tasks = _tasks(streams, survey.fates)
-        work = functools.partial(_encode_lines, vocabulary=vocabulary)
-        worker_pool.encode(tasks, work, add, desc="encoding", **options)
-        dropped = dict(zip(_FILTERS, fates[_EMPTY:].tolist(), strict=True))
+        dropped = _encode(_tasks(streams, survey.fates), folder, vocabulary, options)
         if not folder.pairs["train"]:
             raise DataError(f"no pair of the train split is left ({_list(dropped)})")
         return folder.commit(
@@ -144,6 +134,23 @@ class _Part(NamedTuple):
     split: str
     lines: Lines
     fates: np.ndarray | None = None  # uint8, of the first reading
+
+
+def _encode(
+    tasks: Iterable[_Part], folder: TranslationFolderWriter, vocabulary: Subwords, options: Json
+) -> dict[str, int]:
+    """Writes the pairs in subwords; how many pairs each filter dropped."""
+    fates = np.zeros(_RATIO_OFF + 1, np.int64)
+
+    def add(task: _Part, encoded: tuple[np.ndarray, list[tuple]]) -> int:
+        fates[:] += np.bincount(encoded[0], minlength=len(fates))
+        for part in encoded[1]:
+            folder.add(*part)
+        return task.lines.read
+
+    work = functools.partial(_encode_lines, vocabulary=vocabulary)
+    worker_pool.encode(tasks, work, add, desc="encoding", **options)
+    return dict(zip(_FILTERS, fates[_EMPTY:].tolist(), strict=True))
 
 
 def _tasks(streams: Streams, fates: list[np.ndarray] | None = None) -> Iterator[_Part]:
@@ -236,29 +243,34 @@ def _encode_lines(task: _Part, vocabulary: Subwords) -> tuple[np.ndarray, list[t
     """(the final fates, what to write: (split, ids, (n, 2) lengths, text) of each split)."""
     assert task.fates is not None
     fates = task.fates.copy()
-    kept = np.flatnonzero(fates < _EMPTY)
+    remaining = np.flatnonzero(fates < _EMPTY)
     pairs = list(_normalized(task.lines))
-    ids = [vocabulary.encode_normalized([pairs[i][side] for i in kept.tolist()]) for side in (0, 1)]
+    ids = [
+        vocabulary.encode_normalized([pairs[i][side] for i in remaining.tolist()])
+        for side in (0, 1)
+    ]
     lengths = np.array([[len(x) for x in side] for side in ids], np.int64).T.reshape(-1, 2)
     if task.split == "train":
         longer, shorter = lengths.max(1, initial=0), lengths.min(1, initial=1 << 30)
-        fates[kept[longer > _RATIO * shorter + _SLACK]] = _RATIO_OFF
-        fates[kept[longer > MAX_SUBWORDS]] = _LONG
+        fates[remaining[longer > _RATIO * shorter + _SLACK]] = _RATIO_OFF
+        fates[remaining[longer > MAX_SUBWORDS]] = _LONG
     elif (long := np.argwhere(lengths > subwords.LONGEST)).size:
         row, side = long[0].tolist()
         raise DataError(
-            f"{task.lines.places[side]}, line {task.lines.line + kept[row]}: has"
+            f"{task.lines.places[side]}, line {task.lines.line + remaining[row]}: has"
             f" {lengths[row, side]} subwords, more than {subwords.LONGEST}; split the pair or take"
             " it out"
         )
     parts = []
     for number, split in enumerate(SPLITS):
-        own = np.flatnonzero(fates[kept] == number)
+        own = np.flatnonzero(fates[remaining] == number)
         if len(own):
             flat = [token for i in own.tolist() for side in ids for token in side[i]]
             text = None
             if split != "train":
-                text = [[_line(side[i]) for i in kept[own].tolist()] for side in task.lines[:2]]
+                text = [
+                    [_line(side[i]) for i in remaining[own].tolist()] for side in task.lines[:2]
+                ]
             parts.append((split, np.array(flat, np.uint16), lengths[own], text))
     return fates, parts
 
@@ -314,8 +326,8 @@ def _check_survey(survey: _Survey, sources: sentence_pairs.Inputs, val_fraction:
 
 
 def _list(dropped: dict[str, int]) -> str:
-    found = ", ".join(f"{count} {name}" for name, count in dropped.items() if count)
-    return f"dropped: {found or 'none'}"
+    counts = ", ".join(f"{count} {name}" for name, count in dropped.items() if count)
+    return f"dropped: {counts or 'none'}"
 
 
 # --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
@@ -353,7 +365,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help=size)
 
 
-def report(manifest: dict[str, Any]) -> Iterator[str]:
+def report(manifest: Json) -> Iterator[str]:
     """What the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         tokens = " ".join(f"{count:>14,} {name}" for name, count in entry["tokens"].items())

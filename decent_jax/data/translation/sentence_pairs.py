@@ -123,23 +123,23 @@ def find_inputs(
     Raises:
       DataError: nothing readable is there, a side is missing, or a file is given twice.
     """
-    found = Inputs([], [], [])
+    result = Inputs([], [], [])
     for path in map(Path, inputs):
-        given = (
+        chosen = (
             _folder(path, languages) if path.is_dir() else Inputs([_one(path, languages)], [], [])
         )
-        for sources, more in zip(found, given, strict=True):
+        for sources, more in zip(result, chosen, strict=True):
             sources += more
     for split, path in {"val": val, "test": test}.items():
         if path is not None:
-            getattr(found, split)[:] = [_one(Path(path), languages)]
+            getattr(result, split)[:] = [_one(Path(path), languages)]
     seen: set = set()
-    for source in itertools.chain(*found):
+    for source in itertools.chain(*result):
         key = tuple(file.resolve() for file in source.files)
         if key in seen:
             raise DataError(f"{source.files[0]}: is given twice")
         seen.add(key)
-    return found
+    return result
 
 
 def left_out(inputs: Iterable[str | Path], sources: Inputs) -> Counter[str]:
@@ -178,8 +178,8 @@ def _one(path: Path, languages) -> PairSource:
 
 def _sides(prefix: Path, languages) -> list[Path]:
     """The files of the languages, as far as they exist."""
-    found = []
+    sides = []
     for language in languages:
         files = (prefix.with_name(f"{prefix.name}.{language}{packed}") for packed in PACKED)
-        found += [file for file in files if file.exists()][:1]
-    return found
+        sides += [file for file in files if file.exists()][:1]
+    return sides

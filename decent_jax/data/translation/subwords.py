@@ -170,15 +170,15 @@ def train(words: Mapping[str, int], size: int) -> Subwords:
 
 
 def _explained(error: str, size: int) -> str:
-    if found := re.search(r"too high \(\d+\).*<= (\d+)", error):
+    if match := re.search(r"too high \(\d+\).*<= (\d+)", error):
         return (
-            f"the text cannot carry a vocabulary of {size}, at most one of {found[1]}; pass a"
+            f"the text cannot carry a vocabulary of {size}, at most one of {match[1]}; pass a"
             " smaller --vocab_size"
         )
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
         return (
             f"a vocabulary of {size} is too small for the characters of the text; pass --vocab_size"
-            f" {found[1]} or more"
+            f" {match[1]} or more"
         )
     if "!sentences_.empty()" in error:
         return "the training text has no word of up to 4192 bytes; are its lines sentences?"

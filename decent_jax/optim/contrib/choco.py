@@ -1,7 +1,6 @@
 """CHOCO: compressed differences to public copies."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import optax
 
@@ -12,7 +11,7 @@ from decent_jax.gossip.sparse import TopK
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Local, Mixing, Stepped, filled, method
-from decent_jax.optim.registry import Parts, coded_bytes, register
+from decent_jax.optim.registry import Numbers, Parts, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -107,8 +106,8 @@ def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:
     return named[name]
 
 
-def _choco_bytes(params: PyTree, parts: Parts, own: Mapping[str, Any]) -> float:
-    return coded_bytes(params, compressor_of(own["compressor"], own["fraction"]))
+def _choco_bytes(params: PyTree, parts: Parts, numbers: Numbers) -> float:
+    return coded_bytes(params, compressor_of(numbers["compressor"], numbers["fraction"]))
 
 
 register("choco", choco, copies=2, sent=_choco_bytes)

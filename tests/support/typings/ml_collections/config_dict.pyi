@@ -1,0 +1,3 @@
+"""Errors of ConfigDicts."""
+
+class RequiredValueError(Exception): ...
