@@ -53,6 +53,16 @@ def test_on_tpus_all_messages_start_with_the_step_and_are_hidden(topology, slice
 
 @needs_tpus
 @pytest.mark.slow
+def test_between_slices_more_messages_are_hidden_than_xla_has_under_way_by_itself():
+    """By itself it has 32; the others would start after the gradient."""
+    on = described.target("v5e:2x2,slices=2")
+    found = hlo.overlap(kernels_of(on, **{"model.layers": 9}), on.seconds)
+    assert len(found.counted) > 2 * 32
+    assert found.last == 0 and not found.exposed
+
+
+@needs_tpus
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["hierarchical", "alternating_exp_ring"])
 def test_what_groups_of_a_slice_send_to_others_is_hidden(schedule):
     """The sums and gathers inside a slice are not."""
