@@ -36,8 +36,7 @@ FOR_TPUS = {
     # v5e, TPU7x: 5 permutes are under way at a time, and all others start after the gradient.
     "xla_max_concurrent_async_collective_permutes": 1000,
     # v5e, between slices: 32 sends are under way at a time, and all others start after the
-    # gradient. The first two each change nothing alone.
-    "xla_tpu_dcn_overlap_limit": 1000,
+    # gradient. The first changes nothing alone.
     "xla_max_concurrent_host_send_recv": 1000,
     "xla_tpu_host_transfer_overlap_limit": 1000,
     # v5p, v6e: each permute starts after the gradient, just before the update needs it. Of
