@@ -124,7 +124,7 @@ def _in_order(
         yield task, future.result()
 
 
-def _start(work: Callable[[Task], Result]) -> None:
+def _start(work: Callable[[Task], object]) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)

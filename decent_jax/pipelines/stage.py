@@ -268,7 +268,8 @@ class Stage:
             params, opt_state, _ = step_lib.update(*inputs, mixed)
             return state._replace(params=params, opt_state=opt_state)
 
-        self._mix = program(tx.early, 2) if tx.early else None
+        early = tx.early
+        self._mix = program(lambda x, state, rnd: early(x, state, rnd), 2) if early else None
         self._mean = program(lambda x, rnd: gossip.mean(x, axis), 1)
         self._update = program(update, 5, donate_argnums=0)
         everywhere = placement.replicated

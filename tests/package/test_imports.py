@@ -68,7 +68,7 @@ MOST_LINES = {
     "planner": 1797,
     "actors": 209,
     "peers": 2038,
-    "pipelines": 1094,
+    "pipelines": 1095,
     "plan": 147,
     "plots": 468,
     "commands": 813,
