@@ -13,8 +13,8 @@ per run goes to FOLDER/storm.jsonl; runs that have a row there are not made agai
 runs of all peers are replayed and compared bit by bit, and whatever still runs is counted. Memory
 and descriptors are those of `train.py` and of a peer that was never killed, in the sixth and the
 last tenth. There are fewer cores than peers, so computing is a wait of a second for each record
-(`sleeping.py`); the loss at equal steps is that of the consensus model at the last evaluation
-that both runs made.
+(`sleeping.py`); the loss at equal steps is that of the consensus model, a mean over the last 20
+evaluations that both runs made.
 """
 
 import contextlib
@@ -237,12 +237,12 @@ def share(row: dict[str, Any], rows: list[dict[str, Any]]) -> float:
 
 
 def loss_at_equal_steps(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Of the calm run's, at the last evaluation of both."""
+    """Of the calm run's, a mean over the last evaluations of both: one differs by some percent."""
     calm = dict(map(tuple, next(r for r in rows if r["arm"] == "calm")["losses"]))
     # Evaluations follow the first row of a multiple of `EVAL_EVERY`, a few steps apart.
     calm = {step // EVAL_EVERY: loss for step, loss in calm.items()}
-    both = [(loss, calm[s // EVAL_EVERY]) for s, loss in row["losses"] if s // EVAL_EVERY in calm]
-    return f"{both[-1][0] / both[-1][1] - 1:+.2%}" if both else ""
+    both = [loss / calm[s // EVAL_EVERY] for s, loss in row["losses"] if s // EVAL_EVERY in calm]
+    return f"{statistics.mean(both[-20:]) - 1:+.2%}" if both else ""
 
 
 def table(rows: list[dict[str, Any]]) -> str:
