@@ -69,7 +69,7 @@ class Placement:
         return self.mesh.devices.flat[0].platform
 
     @property
-    def device_of_each(self) -> list[jax.Device]:
+    def device_of_each(self) -> list[Any]:
         """The device of each replica; the first of those that share it."""
         first = self.mesh.devices.reshape(-1, self.fsdp)[:, 0]
         return [device for device in first for _ in range(self.block)]
@@ -141,7 +141,7 @@ class Placement:
 
         return jax.tree.map(put, local)
 
-    def on(self, device: jax.Device) -> "Placement":
+    def on(self, device: Any) -> "Placement":
         """The block of one device, on its own."""
         return place(self.block, [device])
 
@@ -191,9 +191,7 @@ class Placement:
         return first + jnp.arange(self.block, dtype=jnp.int32)
 
 
-def place(
-    num_replicas: int, devices: Sequence[jax.Device] | None = None, fsdp: int = 1
-) -> Placement:
+def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1) -> Placement:
     """Replicas on devices, in the devices' order (all devices of all processes by default).
 
     Args:

@@ -85,7 +85,7 @@ class Case:
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed
         options = xla.options_of_step(
-            replicas.place(1, jax.devices()[:1]), SCHEDULE, OPTIMIZERS["adamw"]
+            replicas.place(1, jax.devices()[:1]), SCHEDULE, optim.as_method(OPTIMIZERS["adamw"])
         )
 
         def repeated(state, *fixed):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.progress import progress_bar
@@ -113,7 +113,7 @@ def results(
 
 def _in_order(
     pool: ProcessPoolExecutor, tasks: Iterable[Task], ahead: int
-) -> Iterator[tuple[Task, Result]]:
+) -> Iterator[tuple[Task, Any]]:
     pending = collections.deque()
     for task in tasks:
         pending.append((task, pool.submit(_call, task)))
@@ -124,7 +124,7 @@ def _in_order(
         yield task, future.result()
 
 
-def _start(work: Callable[[Task], object]) -> None:
+def _start(work: Callable[[Task], Result]) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)

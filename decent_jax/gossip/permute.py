@@ -212,7 +212,7 @@ def together(
     arrays: Sequence[jax.Array],
     axis: ReplicaAxis,
     leading: int = 0,
-    small: float = SMALL,
+    small: float | None = None,
 ) -> list[jax.Array]:
     """``move`` of each array, calling it once for all small arrays of a dtype.
 
@@ -225,13 +225,13 @@ def together(
       arrays: with the same ``leading`` dimensions; small ones are flattened after these.
       axis: with one device nothing is sent, so nothing is packed.
       leading: number of dimensions that all arrays share.
-      small: bytes, below which an array is small.
+      small: bytes, below which an array is small; None: `SMALL`.
     """
     in_step = gloo.used() and axis.devices > jax.process_count()
     packs: dict[object, list[int]] = {}  # packed arrays by dtype, the others separately
     for k, x in enumerate(arrays):
         size = math.prod(x.shape[leading:]) * x.dtype.itemsize
-        joins = axis.devices > 1 and (size < small or in_step) and not _sharded()
+        joins = axis.devices > 1 and (size < (small or SMALL) or in_step) and not _sharded()
         packs.setdefault(x.dtype if joins else k, []).append(k)
     moved: dict[int, jax.Array] = {}
     for pack in packs.values():

@@ -96,7 +96,7 @@ DAMAGE = {
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "export train"),
     "config of another": (
         lambda run: shutil.copy("line/config.json", run / "config.json"),
-        "sample plot status translate train",
+        "sample plot status train",
     ),
     "config cut": (
         lambda run: write("config.json", (run / "config.json").read_text()[:90])(run),

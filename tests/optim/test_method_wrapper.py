@@ -94,10 +94,10 @@ def test_only_the_method_itself_is_overlapped():
     mesh = SimpleNamespace(devices=np.array(jax.devices()))
     gpus = SimpleNamespace(platform="gpu", fsdp=1, mesh=mesh)
     assert xla.options_of_step(gpus, graph, early) == xla.FOR_GPUS
-    assert xla.options_of_step(gpus, graph, optax.chain(early)) == {}
+    assert xla.options_of_step(gpus, graph, optim.as_method(optax.chain(early))) == {}
     delayed = METHODS["delayed"](SGD)
     assert Blocks.of(run, COMPLETE, delayed).delay == delayed.delayed.delay == 1
-    assert Blocks.of(run, COMPLETE, optax.chain(delayed)).delay == 0
+    assert Blocks.of(run, COMPLETE, optim.as_method(optax.chain(delayed))).delay == 0
 
 
 def test_a_method_is_complete_when_it_is_made():

@@ -55,7 +55,7 @@ COMMAND_FILES = {
 MOST_LINES = {
     "topology": 797,
     "gossip": 895,
-    "replicas": 210,
+    "replicas": 208,
     "optim": 1431,
     "models": 1481,
     "data": 3366,

@@ -11,6 +11,7 @@ import tiny
 from refusals import refused
 from test_config import main, one_sentence, train_py  # noqa: F401 (a fixture)
 
+from decent_jax import optim
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_bytes
 from decent_jax.train import config as config_lib
@@ -88,7 +89,9 @@ def test_an_option_that_this_compiler_does_not_know_is_left_out(monkeypatch):
     config = small(on)
     schedule = config_lib.make_schedule(config)
     with pytest.warns(UserWarning, match="xla_tpu_no_such_option"):
-        options = xla.options_of_step(described.place(config, on), schedule, optax.identity())
+        options = xla.options_of_step(
+            described.place(config, on), schedule, optim.as_method(optax.identity())
+        )
     assert set(options) == set(xla.FOR_TPUS) - {"xla_tpu_no_such_option"}
 
 
