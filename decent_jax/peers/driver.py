@@ -31,7 +31,7 @@ from decent_jax.peers.supervisor import Supervisor
 from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm, conclusion
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.experiment import Experiment, bytes_ahead, bytes_of, facts_of
+from decent_jax.train.experiment import Experiment, bytes_ahead, facts_of
 from decent_jax.train.rows import shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.signals import Halted, Signals
@@ -52,12 +52,12 @@ def run(config: Config, workdir: str | Path) -> Json:
     with peer_run.open_run(config, workdir) as (experiment, work):
         work.record.config = config
         state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
-        ahead = bytes_ahead(config, experiment.task.train_source, config.num_replicas)
-        need = bytes_of(state) + ahead
+        size = algorithm.bytes_of(state)
+        need = size + bytes_ahead(config, experiment.task.train_source, config.num_replicas)
         if not config.peers.address:
             check_memory(count * [need], "peers")
             compile_step(config, experiment, work)
-        with running(config, "peers", count * [need], store=count * bytes_of(state)):
+        with running(config, "peers", count * [need], store=count * size):
             driver = Driver(config, experiment, work, before, Actors(), own_host(), need)
             return driver.run()
 

@@ -29,9 +29,9 @@ from decent_jax.pipelines.executor import Channel, Key, Mailbox, Span, StageExec
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Stage
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train import algorithm, experiment, xla
 from decent_jax.train import config as config_lib
-from decent_jax.train import experiment, xla
-from decent_jax.train.experiment import Experiment, bytes_of
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.workdir import Workdir, open_workdir
 
 LOGS = "workers"  # folder of workers/REPLICA-STAGE.txt
@@ -93,7 +93,7 @@ def needs_of(experiment: Experiment, counts: list[int]) -> list[int]:
     def need(stage: int) -> int:
         part = Part(experiment.task, stage, counts)
         params, _ = jax.eval_shape(part.init, jax.random.key(0))
-        return bytes_of((params, jax.eval_shape(experiment.tx.init, params)))
+        return algorithm.bytes_of((params, jax.eval_shape(experiment.tx.init, params)))
 
     on_gpus = cast(Config, experiment.config).pipeline.gpus > 0
     return [0 if on_gpus else need(stage) for stage in range(len(counts))]

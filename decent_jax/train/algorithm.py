@@ -175,12 +175,16 @@ def cost(config: Config, schedule: Schedule, state: PyTree, replicas_per_node: i
       replicas_per_node: replicas per node.
     """
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
     method, arguments = METHODS[config.algorithm], parts(config, schedule, 1.0)
     by_replica, by_node = (
         method.bytes_sent(own.params, arguments, size) for size in (1, replicas_per_node)
     )
-    return Cost(by_replica, by_node, held, replicas_per_node)
+    return Cost(by_replica, by_node, bytes_of(own), replicas_per_node)
+
+
+def bytes_of(tree: PyTree) -> int:
+    """Bytes of arrays, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float]:

@@ -374,15 +374,10 @@ def check_state(placement: Placement, state: PyTree, together: int = 1) -> None:
       state: shapes of one replica's parameters and of its method's state.
       together: processes on this machine.
     """
-    each = bytes_of(state)
+    each = algorithm.bytes_of(state)
     count = len(placement.local_replicas) * together
     if placement.platform == "cpu":  # other devices report it themselves
         machine.check_memory(count * each, f"the state of {count} replicas on this machine")
-
-
-def bytes_of(tree: PyTree) -> int:
-    """Bytes of arrays, or of their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check_on_device(source: Sequence[PyTree], tx: Method, placement: Placement) -> None:
@@ -433,7 +428,7 @@ def bytes_ahead(config: Config, source: Sequence[PyTree], processes: int) -> int
     if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
         return 0
     try:
-        example = bytes_of(jax.tree.map(np.asarray, source[0]))
+        example = algorithm.bytes_of(jax.tree.map(np.asarray, source[0]))
     except DataError:  # the run reports it, with the step at which it reads this record
         return 0
     return config.batch_size // processes * example * (config.data.prefetch + 1)

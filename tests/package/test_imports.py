@@ -60,7 +60,7 @@ MOST_LINES = {
     "models": 1481,
     "data": 3366,
     "tasks": 1060,
-    "train": 3399,
+    "train": 3398,
     "checkpoints": 868,
     "monitor": 661,
     "cpu": 290,

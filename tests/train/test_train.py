@@ -7,15 +7,12 @@ import signal
 import socket
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from ml_collections import ConfigDict
 from refusals import refuses
 from toys.waves import Waves
 from trees import assert_equal
@@ -28,7 +25,6 @@ from decent_jax.models import decoders
 from decent_jax.monitor import goodput_file
 from decent_jax.plots import runs as plot
 from decent_jax.train import TrainingFailed, saved_model
-from decent_jax.train.experiment import facts_of
 from decent_jax.train.step import gradient
 from decent_jax.train.stepper import Feed, Programs
 from decent_jax.train.synchronous import Synchronous
@@ -409,43 +405,3 @@ def test_the_learning_rate_that_is_logged_follows_the_schedule(run):
     assert rates[-1] == pytest.approx(0.01, rel=0.1)
     assert tiny.summary(folder)["steps"] == len(rows) == 10
     assert [row["step"] for row in rows if "eval/loss" in row] == [5, 10]
-
-
-@pytest.mark.parametrize("path", ["", "stdlib", "empty", "a file", "a file/below", "prepared"])
-def test_facts_of_data_that_no_folder_or_an_unprepared_one_holds(path, tmp_path, monkeypatch):
-    """Python's own library has no folder when they are compared."""
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    Path("a file").touch()
-    Path("prepared").mkdir()
-    Path("prepared/manifest.json").write_text('{"splits": {"train": 1}}')
-    task = SimpleNamespace(train_source=range(4), eval_source=range(2))
-    found = facts_of(ConfigDict({"data": {"path": path}}), task)
-    assert found["the training data"] == "4 records" and found["some of the records"]
-    assert ("the manifest of data.path" in found) == (path == "prepared")
-
-
-def test_other_records_of_the_same_number_are_other_data():
-    """Unless a source gives another record at each look, or none."""
-
-    def facts(source):
-        task = SimpleNamespace(train_source=source, eval_source=[])
-        return facts_of(ConfigDict({"data": {}}), task)
-
-    def dicts(last):
-        return [{"x": np.arange(3), "y": np.int8(k)} for k in (0, 1, last)]
-
-    class Raises(list):
-        def __getitem__(self, index):
-            raise KeyError(index)
-
-    class Draws(list):
-        def __getitem__(self, index):
-            return np.random.default_rng().normal(size=3)
-
-    pairs = ([1, 2, 3], [1, 2, 4]), ([b"a", b"b"], [b"c", b"b"]), (dicts(2), dicts(3)), ([], [0])
-    pairs += (([("jpeg", 0, "a")], [("jpeg", 1, "a")]),)
-    for one, other in pairs:
-        assert facts(one) == facts(list(one)) != facts(other)
-    for source in (Raises([0]), Draws([0]), [object()], [{"x": np.array([object()])}]):
-        assert "some of the records" not in facts(source)
