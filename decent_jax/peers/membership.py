@@ -328,7 +328,9 @@ def state_to_join(
             try:
                 joined = ask(address, secret, peers["join_s"])
             except BROKEN as error:
-                say(f"peer {name} sends no state ({type(error).__name__})")
+                late = f"within peers.join_s ({peers['join_s']:g} s)"
+                why = late if clock() >= asked + peers["join_s"] else f"({type(error).__name__})"
+                say(f"peer {name} sends no state {why}")
                 continue
             if joined is not None and admits(joined.donor):
                 words = f"joins with the state of peer {joined.donor} at step {joined.t}"

@@ -233,9 +233,16 @@ class Supervisor:
         seconds = self.config.peers.exchange_s
         calls = {k: actor.call("published") for k, actor in enumerate(actors)}
         snapshots = []
-        for k in self._actors.ended(calls, seconds, count=len(calls)):
+        ended = self._actors.ended(calls, seconds, count=len(calls))
+        for k in ended:
             with contextlib.suppress(Unanswered):
                 snapshots.append(calls[k].result(seconds))
+        if len(ended) < len(calls):
+            self._say(
+                f"{len(calls) - len(ended)} of {len(calls)} peers sent no parameters within "
+                f"peers.exchange_s ({seconds:g} s), so the consensus model lacks them; raise it "
+                "if links are slow"
+            )
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def of(self, rank: int) -> Json:

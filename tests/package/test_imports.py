@@ -67,7 +67,7 @@ MOST_LINES = {
     "cluster": 1379,
     "planner": 1797,
     "actors": 209,
-    "peers": 2038,
+    "peers": 2047,
     "pipelines": 1095,
     "plan": 147,
     "plots": 468,

@@ -198,6 +198,12 @@ def test_nobody_replaces_the_last_peer_and_the_copies_are_of_those_that_give_one
     silent.there.ends = Silent("gives no answer")
     silent.there.published = silent.there.train
     assert session.supervisor.snapshots([without, actor, silent]) == [["snapshot"]]
+    assert not session.said
+    slow = LocalActor(Trainee(session.peer(0).place, NOWHERE, b""), {})
+    slow.there.published = slow.there.train
+    assert session.supervisor.snapshots([actor, slow]) == [["snapshot"]]
+    (words,) = session.said
+    assert words.startswith("1 of 2 peers") and "peers.exchange_s (10 s)" in words
     session.peer(0).ends = Lost(RuntimeError(), killed=True)
     session.supervisor.collect()
     assert not session.supervisor.live and session.supervisor.gone == {0}

@@ -257,7 +257,7 @@ def members(*ranks, clock=lambda: 0.0):
 
 def begins(membership, rank=1, **more):
     """The donor of a peer's first state, None for its own; nobody gives one unless ``ask`` does."""
-    config = {"peers": vars(PEERS) | {"start_s": 30.0}}
+    config = {"peers": vars(PEERS) | {"start_s": 30.0, "join_s": 60.0}}
     place = SimpleNamespace(config=config, rank=rank, generation=0, name=f"{rank}.0")
     near = SimpleNamespace(call=lambda method, *args: getattr(membership, method)(*args))
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
@@ -272,6 +272,20 @@ def test_all_begin_with_the_same_state_until_somebody_has_made_a_step():
     assert begins(membership, 0) is begins(membership, 1) is None
     membership.beat(0, 0, NOWHERE, REPORT)
     assert begins(membership, 2, ask=lambda *_: JoinState("0.0", 7, [])) == "0.0"
+
+
+@pytest.mark.parametrize(("seconds", "why"), [(0, "(EOFError)"), (60, "peers.join_s (60 s)")])
+def test_a_state_that_does_not_arrive_says_whether_it_was_too_slow(seconds, why, capsys):
+    membership, now = members(0), [0.0]
+    membership.add(1, 0, None)
+
+    def ask(*_):
+        now[0] += seconds
+        raise EOFError
+
+    with pytest.raises(NotJoined):
+        begins(membership, 1, ask=ask, clock=lambda: now[0], leaving=lambda: "leave")
+    assert f"peer 0.0 sends no state {'within ' * bool(seconds)}{why}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("steps", "donor"), [(8, None), (9, "0.0")])
