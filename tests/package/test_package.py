@@ -37,11 +37,14 @@ def distributions(requirements):
 
 CORE = distributions(PYPROJECT["project"]["dependencies"])
 OF_EXTRAS = distributions([f"decent_jax[{','.join(EXTRAS)}]"]) - CORE
-INSTALLED_AS = {  # top-level module: distributions
-    module: {name.lower().replace("_", "-") for name in names}
-    for module, names in importlib.metadata.packages_distributions().items()
-}
 WITH_OTHERS = {"jaxlib", "ml-dtypes", "absl-py", "array-record"}  # jax, jax; grain
+
+
+@pytest.fixture(scope="module")
+def installed_as():
+    """{top-level module: distributions}."""
+    found = importlib.metadata.packages_distributions().items()
+    return {module: {n.lower().replace("_", "-") for n in names} for module, names in found}
 
 
 def test_the_wheel_has_every_package():
@@ -58,30 +61,30 @@ def test_the_changelog_has_a_date_for_this_version():
     assert datetime.date.fromisoformat(date).year >= 2026
 
 
-def test_what_the_code_imports_is_a_dependency():
+def test_what_the_code_imports_is_a_dependency(installed_as):
     of_files = {
         name.partition(".")[0]: path for path in PACKAGE.rglob("*.py") for name, _ in imported(path)
     }
     for module, path in of_files.items():
-        names = INSTALLED_AS.get(module, {module})
+        names = installed_as.get(module, {module})
         known = CORE | OF_EXTRAS | WITH_OTHERS | {"decent-jax", *sys.stdlib_module_names}
         assert names & known or module in known, f"{path} imports {module}, which is in no extra"
 
 
-def test_what_the_code_asks_for_is_in_the_extra_that_it_names():
+def test_what_the_code_asks_for_is_in_the_extra_that_it_names(installed_as):
     asked = 0
     for path in PACKAGE.rglob("*.py"):
         for extra, modules in re.findall(r"extras\.need\(\"(\w+)\", (.*?)\)", path.read_text()):
             for module in re.findall(r"\w+", modules):
                 asked += 1
-                names = INSTALLED_AS.get(module, {module})
+                names = installed_as.get(module, {module})
                 assert names & distributions(EXTRAS[extra]), (path, extra, module)
     assert asked > 10
 
 
-def test_the_core_works_where_no_extra_is_installed():
+def test_the_core_works_where_no_extra_is_installed(installed_as):
     """And a command says which extra it needs, in one sentence."""
-    blocked = [module for module, names in INSTALLED_AS.items() if names & OF_EXTRAS]
+    blocked = [module for module, names in installed_as.items() if names & OF_EXTRAS]
     assert {"flax", "tqdm", "ml_collections", "matplotlib", "orbax"} <= set(blocked)
     code = f"""
 import sys

@@ -21,7 +21,7 @@ from decent_jax.train import xla
 from decent_jax.train.config import parse
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
-from decent_jax.train.step import gradient, make_step
+from decent_jax.train.step import make_step
 from decent_jax.train.stepper import Feed, init
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -46,38 +46,24 @@ def config_of(data, stages, cuts=1, **changes):
     return config
 
 
-def without_stages(config, workdir, gradients):
-    """Losses (steps, n), state, evaluator and, if asked for, gradient of step 0 of such a run."""
+def without_stages(config, workdir):
+    """Losses (steps, n), state and evaluator of such a run."""
     with open_experiment(parse(config), workdir) as (experiment, _):
         step = make_step(
             *(experiment.config, experiment.task, experiment.tx, experiment.rate),
             *(experiment.schedule, experiment.placement),
         )
-        state, losses, first = init(experiment), [], None
+        state, losses = init(experiment), []
         with Feed(experiment, 0, Clock()) as feed:
             for t in range(STEPS):
                 rnd = None
                 if config.algorithm != "all_reduce":
                     rnd = experiment.schedule.round_at(t, config.mix_every)
                 batch, _ = feed.next()
-                if gradients and t == 0:
-                    first = gradient_of(experiment, state.params, batch)
                 state, metrics = step(state, batch, np.int32(t), round=rnd)
                 losses.append(np.asarray(metrics["loss"]))
         evaluator = Evaluator(config, experiment.task, experiment.placement)
-        return np.array(losses), state, evaluator, first
-
-
-def gradient_of(experiment, params, batch):
-    """(n, ...) of step 0."""
-    config = experiment.config
-    key = jax.random.fold_in(jax.random.key(config.seed + 1), 0)
-
-    def of_replica(params, batch, replica):
-        rng = jax.random.fold_in(key, replica)
-        return gradient(experiment.task.loss, config.micro_batches, params, {}, batch, rng)[2]
-
-    return jax.jit(jax.vmap(of_replica))(params, batch, np.arange(config.num_replicas))
+        return np.array(losses), state, evaluator
 
 
 def noted(stage):
@@ -119,12 +105,10 @@ def test_losses_and_parameters_equal_the_run_without_stages(
     changes = {"num_replicas": n, "algorithm": algorithm, "model": model}
     plain = config_of(tiny_data, 0, cuts, **changes)
     whole = algorithm == "accum_adam"
-    losses, state, evaluator, first = without_stages(plain, tmp_path / "run", gradients=whole)
+    losses, state, evaluator = without_stages(plain, tmp_path / "run")
     config = config_of(tiny_data, stages, cuts, **changes)
     config.pipeline.order = order
     with Threads(config, tmp_path) as threads:
-        if whole:
-            assert_close(threads.gradient(), flat(first), rtol=1e-6)
         done = [noted(stage) for stage in threads.stages]
         spans = threads.train(0, 7) + threads.train(7, STEPS, row=whole)
         got = np.array(spans[0].losses + spans[-1].losses)
@@ -255,4 +239,4 @@ def test_a_backward_pass_is_compiled_with_the_options_of_a_step(tiny_data, tmp_p
     monkeypatch.setattr(xla, "options_of_step", lambda *_: {"xla_no_such_option": True})
     fails = pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option")
     with Threads(config_of(tiny_data, 1), tmp_path) as threads, fails:
-        threads.gradient()
+        threads.train(0, 1)

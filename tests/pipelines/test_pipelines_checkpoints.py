@@ -82,9 +82,13 @@ def config_for(data, stages, n=2):
 @pytest.fixture(scope="module")
 def made(tiny_data, tmp_path_factory, compile_once):
     """``made(stages, n, start)``: threads of a run that has steps to go."""
+    kept = {}  # what restores a checkpoint may have any state
 
     def made(stages, n=2, start=3):
-        return Threads(config_for(tiny_data, stages, n), tmp_path_factory.mktemp("threads"), start)
+        config, key = config_for(tiny_data, stages, n), (stages, n)
+        threads = Threads(config, tmp_path_factory.mktemp("threads"), start, kept.get(key))
+        kept[key] = threads.stages
+        return threads
 
     return made
 

@@ -1,6 +1,5 @@
 """Pipelines in this process: a thread for each stage, which holds all replicas of it."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -17,9 +16,12 @@ from decent_jax.train.experiment import durations
 
 
 class Threads:
-    """All stages of a run; a context that stops what reads data."""
+    """All stages of a run; a context that stops what reads data.
 
-    def __init__(self, config, workdir, start=0):
+    ``stages`` are those of an earlier session of the same run, whose programs are compiled.
+    """
+
+    def __init__(self, config, workdir, start=0, stages=None):
         config = config_lib.parse(config)
         parts.check(config)
         schedule, _ = config_lib.check(config)
@@ -28,7 +30,7 @@ class Threads:
         placement = parts.place(config.num_replicas)
         given = config, schedule, placement, parts.method(config, schedule, rate, placement)
         counts = parts.layers_of(config, task.config)
-        self.stages = [Stage(*given, Part(task, s, counts)) for s in range(len(counts))]
+        self.stages = stages or [Stage(*given, Part(task, s, counts)) for s in range(len(counts))]
         self._batches = [open_batches(stage, start) for stage in self.stages]
         self._workers = self._made(self._batches)
         self._threads = ThreadPoolExecutor(len(counts))
@@ -51,18 +53,6 @@ class Threads:
     def train(self, start, stop, row=False):
         """The spans of all stages."""
         return self._all("train", start, stop, row)
-
-    def gradient(self):
-        """{path: (n, ...)} of the gradient of step 0."""
-        found = {}
-        with contextlib.ExitStack() as stack:
-            batches = [open_batches(stage, 0) for stage in self.stages]
-            for one in filter(None, batches):
-                stack.callback(one.close)
-            for _, grads in self._all("gradient", 0, workers=self._made(batches)):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-                    found[jax.tree_util.keystr(path)] = np.asarray(leaf)
-        return found
 
     def evaluate(self):
         """The loss of the consensus model."""
