@@ -87,12 +87,8 @@ def running(
             warnings.simplefilter("ignore", RuntimeWarning)
             ray.init(address=address or "local", **options)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        line = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{section}.address {address!r}: no Ray cluster answers ({line})",
-            field=f"{section}.address",
-            value=address,
-        ) from None
+        why = f"must be one where a Ray cluster answers ({str(error).partition(chr(10))[0]})"
+        raise ConfigError.about(f"{section}.address", address, why) from None
     try:
         check_resources(config, section, needs, ray.cluster_resources())
         yield
@@ -125,9 +121,7 @@ def check_address(config: object, section: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(
-            f'{name} must be auto or "host:port", got {address!r}', field=name, value=address
-        )
+        raise ConfigError.about(name, address, 'must be auto or "host:port"')
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as there:
             if os.environ.get("RAY_USE_TLS", "0") == "0":
@@ -135,12 +129,8 @@ def check_address(config: object, section: str) -> None:
                 if there.makefile("rb").read(4)[3:] != _SETTINGS:
                     raise OSError("what listens does not speak gRPC")
     except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
-        raise ConfigError(
-            f"{name} {address}: no Ray listens there ({error}); start Ray on it with "
-            f"ray start --head --port={port}, or leave {name} empty",
-            field=name,
-            value=address,
-        ) from None
+        start = f"start it there with ray start --head --port={port}, or leave this empty"
+        raise ConfigError.about(name, address, f"must be one of Ray ({error}); {start}") from None
 
 
 def check_resources(
@@ -158,13 +148,8 @@ def check_resources(
     for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
         field, each = f"{section}.{name}", getattr(getattr(config, section), name)
         if count * each > there.get(resource, 0.0):
-            raise ConfigError(
-                f"{count} {section} actors of {field} {each:g} need {count * each:g} "
-                f"{resource}, and Ray has {there.get(resource, 0.0):g}; use fewer, or a smaller "
-                f"{field}",
-                field=field,
-                value=each,
-            )
+            has = f"must leave enough for {count} actors: Ray has {there.get(resource, 0.0):g}"
+            raise ConfigError.about(field, each, f"{has} {resource}")
 
 
 # --- In the process of an actor -------------------------------------------------------------------

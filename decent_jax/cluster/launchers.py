@@ -73,12 +73,8 @@ def check_unread(count: int) -> None:
         told = os.environ.get(variable, "")
         if told.isdecimal() and int(told) > 1 and int(told) != count:
             others = "this one is alone" if count == 1 else f"{count} find each other"
-            raise ConfigError(
-                f"{name} started {told} processes, as {variable} says, and {others}; {BY_HAND}, "
-                f"or unset {variable}",
-                field=variable,
-                value=told,
-            )
+            why = f"says that {name} started so many processes; {others}: {BY_HAND}, or unset it"
+            raise ConfigError.about(variable, told, why)
     counted = [own for own, _ in LAUNCHERS.values()] + list(UNREAD.values())
     if count == 1 and not any(variable in os.environ for variable in counted):
         for variable, says in UNCOUNTED.items():

@@ -31,6 +31,7 @@ from decent_jax.ground.json_files import Json, flat
 
 SECRET = "DECENT_JAX_SECRET"
 _SECRET_FILE = ".start_secret-{port}"  # runs that share a folder have ports of their own
+_SET_FOR_ALL = f"start all processes as one user, or set {SECRET} for all of them"
 _SHORTEST_SECRET = 16  # characters
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
 _OWN_FIELDS = ("cluster.coordinator", "cluster.process_id")  # every process has its own
@@ -287,11 +288,10 @@ def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -
         except OSError as error:
             trouble = trouble or f"does not answer: {error.strerror or error}"
         if time.monotonic() - began > patience:
-            raise ConfigError(
-                f"after {patience:g} s, process 0 at {host}:{port} (cluster.coordinator) {trouble}",
-                field="cluster.coordinator",
-                value=f"{host}:{port}",
+            why = (
+                f"after {patience:g} s, process 0 at {host}:{port} (cluster.coordinator) {trouble}"
             )
+            raise ConfigError(why, field="cluster.coordinator", value=f"{host}:{port}")
         time.sleep(0.2)
 
 
@@ -332,11 +332,8 @@ def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
             file.write(new)
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written ({error.strerror}), so that the processes have no secret "
-            f"in common; mend that, or set {SECRET} for all of them",
-            field=SECRET,
-        ) from None
+        why = f"cannot be written ({error.strerror}), so the processes have no secret in common"
+        raise ConfigError(f"{folder} {why}; {_SET_FOR_ALL}", field=SECRET) from None
     try:
         yield new
     finally:
@@ -359,11 +356,8 @@ def find_secret(folder: Path, port: int) -> bytes | None:
     try:
         return secret_file(folder, port).read_bytes() or None
     except PermissionError:
-        raise ConfigError(
-            f"{secret_file(folder, port)} belongs to another user; start all processes as one "
-            f"user, or set {SECRET} for all of them",
-            field=SECRET,
-        ) from None
+        why = f"{secret_file(folder, port)} belongs to another user"
+        raise ConfigError(f"{why}; {_SET_FOR_ALL}", field=SECRET) from None
     except OSError:
         return None
 
@@ -376,8 +370,6 @@ def secret_file(folder: Path, port: int) -> Path:
 def _secret_of_launcher() -> bytes | None:
     text = os.environ.get(SECRET, "")
     if 0 < len(text) < _SHORTEST_SECRET:
-        raise ConfigError(
-            f"{SECRET} has {len(text)} characters; it needs at least {_SHORTEST_SECRET}",
-            field=SECRET,
-        )
+        why = f"has {len(text)} characters; it needs at least {_SHORTEST_SECRET}"
+        raise ConfigError(f"{SECRET} {why}", field=SECRET)
     return text.encode(errors="surrogateescape") or None

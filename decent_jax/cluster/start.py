@@ -90,12 +90,9 @@ def start(config: Any, folder: str | Path = ".") -> str:
     if not cluster.coordinator:
         launchers.check_unread(place.count)
     if xla_bridge.backends_are_initialized():
-        raise ConfigError(
-            "the config file or the task has used jax, which can then no longer join other "
-            "processes; let it do so in functions that are called later",
-            field="cluster.coordinator",
-            value=cluster.coordinator,
-        )
+        why = "must be left out where the config file or the task has used jax, which joins no "
+        why += "other processes; let them use it in functions that are called later"
+        raise ConfigError.about("cluster.coordinator", cluster.coordinator, why)
     _join(place, config, folder)
     addresses = watch.gather(_address_of(socket.gethostname()))
     if jax.default_backend() == "cpu":  # gloo listens at the address of the host's name

@@ -102,11 +102,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(arguments)
     program = options.program[options.program[:1] == ["--"] :]
     if not program or not Path(program[0]).is_file():
-        raise ConfigError(
-            "say what to start after --, such as: -- train.py --config FILE ...",
-            field="--",
-            value=" ".join(program[:1]),
-        )
+        why = "must be followed by what to start, such as train.py --config FILE ..."
+        raise ConfigError.about("--", " ".join(program[:1]), why)
     if (options.hosts is None) == (options.processes == 0):
         raise ConfigError.about("--processes", options.processes, "or --hosts must be given")
     return options, program

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.format import shown
 
 
 class Unavailable(ImportError):
@@ -68,9 +67,7 @@ def module_named(path: str, field: str) -> ModuleType:
       ConfigError: there is no such module, or its import fails.
     """
     if not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(
-            f"{field}: {shown(path)} is not the dotted path of a module", field=field, value=path
-        )
+        raise ConfigError.about(field, path, "must be the dotted path of a module")
     try:
         return importlib.import_module(path)
     except Unavailable:
@@ -78,15 +75,9 @@ def module_named(path: str, field: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{path}.".startswith(f"{missing}."):
-            raise ConfigError(
-                f"{field}: there is no module {shown(path)}", field=field, value=path
-            ) from None
-        raise ConfigError(
-            f"{field}: the module {shown(path)} cannot be imported: {type(error).__name__}: "
-            f"{error}",
-            field=field,
-            value=path,
-        ) from error
+            raise ConfigError.about(field, path, "must be a module that exists") from None
+        why = f"must be a module that can be imported ({type(error).__name__}: {error})"
+        raise ConfigError.about(field, path, why) from error
 
 
 def same_name(function: Callable[..., object], other: Callable[..., object]) -> bool:

@@ -55,12 +55,8 @@ def measured(
     """See `measure`; ``actors`` are those of the cluster."""
     pipeline, nodes = config.pipeline, actors.nodes()
     if len(nodes) < 2:
-        raise ConfigError(
-            f"pipeline.address {pipeline.address}: the Ray cluster has one node, so there is no "
-            "link to measure",
-            field="pipeline.address",
-            value=pipeline.address,
-        )
+        why = "must be a Ray cluster of several nodes: one has no link to measure"
+        raise ConfigError.about("pipeline.address", pipeline.address, why)
     probes = [
         actors.start(Probe, on=node, cpus=pipeline.cpus, gpus=pipeline.gpus) for node in nodes
     ]

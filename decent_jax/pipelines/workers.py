@@ -200,12 +200,8 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
     hosts = [device.rpartition("/")[0] or device for device in plan.devices]
     missing = sorted({host for host in hosts if host not in by_name})
     if missing:
-        raise ConfigError(
-            f"cluster.plan is for other machines: it names {missing[0]}, and the Ray cluster has "
-            f"{', '.join(sorted(by_name))}; plan for these, or leave cluster.plan out",
-            field="cluster.plan",
-            value=missing[0],
-        )
+        why = f"must be left out, or name machines of Ray's cluster ({', '.join(sorted(by_name))})"
+        raise ConfigError.about("cluster.plan", missing[0], why)
     return [by_name[host] for host in hosts]
 
 

@@ -47,12 +47,7 @@ def divide(layers: int, stages: int, last_costs: float = 0.0) -> list[int]:
       ConfigError: fewer layers than stages.
     """
     if stages > layers:
-        raise ConfigError(
-            f"pipeline.stages {stages} is more than the model's {layers} layers; use at most "
-            f"{layers} stages",
-            field="pipeline.stages",
-            value=stages,
-        )
+        raise ConfigError.about("pipeline.stages", stages, f"must be at most the {layers} layers")
     extra = [0.0] * (stages - 1) + [last_costs]
     # best[n]: (time of the slowest, layers per stage) of the stages so far, with n layers in total.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
@@ -80,16 +75,9 @@ def layers_of(text: str, layers: int, stages: int, last_costs: float) -> list[in
     words = text.split(",")
     counts = [int(word) for word in words if word.strip().isdecimal()]
     if len(counts) != len(words) or len(counts) != stages or min(counts) < 1:
-        raise ConfigError(
-            f"pipeline.layers must be empty or {stages} comma-separated numbers of at least 1, one "
-            f"per stage, got {text!r}",
-            field="pipeline.layers",
-            value=text,
-        )
+        why = f"must be empty or {stages} comma-separated numbers of at least 1, one per stage"
+        raise ConfigError.about("pipeline.layers", text, why)
     if sum(counts) != layers:
-        raise ConfigError(
-            f"pipeline.layers {text!r} has {sum(counts)} layers, but the model has {layers}",
-            field="pipeline.layers",
-            value=text,
-        )
+        why = f"must have the model's {layers} layers together, not {sum(counts)}"
+        raise ConfigError.about("pipeline.layers", text, why)
     return counts
