@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
 
 CONFIG = """
+import sys, types
 from decent_jax import train
+
+sys.modules["decent_jax.plots.runs"] = types.SimpleNamespace(plot_runs=lambda paths: None)
 
 def get_config():
     config = train.default_config("points.task")
@@ -175,12 +178,16 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
 @pytest.mark.slow
 def test_it_resumes_with_another_number(start_process, variables, workdir, capsys):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
-    fields = {"peers__count": 1, "steps": steps + 20}
+    fields = {"peers__count": 1, "steps": steps + 20, "data__sleep_s": 0.0}
     # `train.py` dies while its peer starts, and Ray and its actors with it.
     process = start_process(train_py(variables, workdir, **fields), **variables)
     until(lambda: "0" in actors(process), process)
     children = children_of(process)
+    reporting = [child for child in children if child.name().endswith("Agent")]
+    assert len(reporting) == 2
     process.kill()
+    for agent in reporting:  # else Ray's tries for 60 s to tell a process that is gone
+        agent.kill()
     nothing_is_left(children)
     assert command.main(["status", str(workdir)]) == 0
     assert "stopped before its end" in capsys.readouterr().out
