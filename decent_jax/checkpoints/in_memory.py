@@ -26,7 +26,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from decent_jax.checkpoints import Recovery, shard_file
 from decent_jax.checkpoints.arrays import change_replicas, named, tree_of, unstored
@@ -34,6 +33,7 @@ from decent_jax.checkpoints.mirror import Mirror, from_first
 from decent_jax.checkpoints.on_disk import run_of
 from decent_jax.checkpoints.shard_file import Shard, shards_of
 from decent_jax.cluster import start as cluster
+from decent_jax.cluster import watch
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
@@ -110,7 +110,7 @@ class MemoryCheckpoints:
             return False
         self._writing.result()
         wanted = math.ceil(self._seconds / (_COST * step_s))
-        self.every = max(1, int(_of_all([wanted]).max()))
+        self.every = max(1, max(watch.gather(wanted)))
         self._say(
             f"in-memory checkpoints are written to {self.folder} every {self.every} steps "
             f"(recovery.every; {1e3 * self._seconds:.2g} ms each)"
@@ -180,7 +180,7 @@ class MemoryCheckpoints:
         restored, names = None, named(shapes)
         while restored is None:
             own, mirrored = self._held(_OWN), self._held(_MIRROR)
-            step = common(_of_all(own), _of_all(mirrored), after)
+            step = common(watch.gather(own), watch.gather(mirrored), after)
             if step is None:
                 self._forget(after)
                 return None
@@ -219,7 +219,7 @@ class MemoryCheckpoints:
 
         None: some process could not read its file.
         """
-        lacking = bool(_of_all([not has_own]).any())
+        lacking = cluster.any_process(not has_own)
         own = mirrored = ({}, {})
         kind, failed = _OWN, False
         try:
@@ -242,7 +242,7 @@ class MemoryCheckpoints:
         return self._mirror.give_back(held, not has_own, own[0]), header
 
     def _held(self, kind: str) -> list[int]:
-        """Steps of this run's files whose headers are valid, padded with -1."""
+        """Steps of this run's files whose headers are valid."""
         steps = []
         for step in [] if kind == _MIRROR and self._mirror is None else self.steps(kind):
             try:
@@ -257,7 +257,7 @@ class MemoryCheckpoints:
             else:
                 self._say(f"{self.folder}/{step}{kind} is damaged or belongs to another run")
                 self._remove(step, kind)
-        return [*steps[-_KEPT - 1 :], *[-1] * (_KEPT + 1 - len(steps))]
+        return steps
 
     def _read(
         self, step: int, kind: str, shapes: dict[str, jax.ShapeDtypeStruct], placement: Placement
@@ -330,7 +330,7 @@ def open_memory_checkpoints(
         return None
     run = int(str(run_of(workdir, make=True)), 16) % 2**31 if is_first else 0
     say(f"in-memory checkpoints take up to {format_bytes(needed)} in {folder}")
-    return MemoryCheckpoints(folder, every, int(_of_all([run])[0, 0]), everywhere, mirror)
+    return MemoryCheckpoints(folder, every, watch.gather(run)[0], everywhere, mirror)
 
 
 def folder_of(workdir: Path) -> Path:
@@ -351,19 +351,19 @@ def _make(folder: Path) -> None:
         draft.unlink()
 
 
-def common(own: np.ndarray, mirrored: np.ndarray, after: int) -> int | None:
+def common(own: list[list[int]], mirrored: list[list[int]], after: int) -> int | None:
     """The newest step after ``after`` whose rows all exist, in their own or a mirror file.
 
     Args:
-      own: (processes, k): steps of which each process has its own rows; -1: none.
-      mirrored: (processes, k): steps of which it has the rows of the process before it.
+      own: steps of which each process has its own rows.
+      mirrored: steps of which each process has the rows of the process before it.
       after: -1: any step.
 
-    >>> common(np.array([[20, 30, -1], [20, 30, 40]]), -np.ones((2, 3)), 10)
+    >>> common([[20, 30], [20, 30, 40]], [[], []], 10)
     30
     """
-    mirrors = np.roll(mirrored, -1, axis=0)  # of each process's rows
-    steps = [{*rows, *mirror} for rows, mirror in zip(own.tolist(), mirrors.tolist(), strict=True)]
+    mirrors = [*mirrored[1:], mirrored[0]]  # of each process's rows
+    steps = [{*rows, *mirror} for rows, mirror in zip(own, mirrors, strict=True)]
     return max((step for step in set.intersection(*steps) if step > after), default=None)
 
 
@@ -371,14 +371,6 @@ def sums_like(n: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the sums of an unfinished row, see `decent_jax.train.rows.Rows`."""
     kinds = {"loss": jnp.float32, "grad_norm": jnp.float32, "steps": jnp.int32}
     return {name: jax.ShapeDtypeStruct((n,), kind) for name, kind in kinds.items()}
-
-
-def _of_all(values: list[int]) -> np.ndarray:
-    """(processes, k): the values of every process; all call it at the same point."""
-    array = np.array(values, np.int32)
-    if jax.process_count() == 1:
-        return array[None]
-    return np.asarray(multihost_utils.process_allgather(array))
 
 
 # --- Arrays ---------------------------------------------------------------------------------------

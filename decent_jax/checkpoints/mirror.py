@@ -4,14 +4,12 @@ Each device sends its rows to the device at the same position in the next proces
 message. The last process sends to the first.
 """
 
-import json
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
+from decent_jax.cluster import watch
 from decent_jax.ground.json_files import Json
 from decent_jax.ground.pytree import PyTree
 from decent_jax.replicas import Placement
@@ -69,10 +67,5 @@ def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
 
 def from_first(value: Json, has_it: bool) -> Json:
     """A JSON value, broadcast from the first process that has it; all call it together."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8) if has_it else np.zeros(0, np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))[:, 0]
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(text)] = text
-    source = int(np.flatnonzero(sizes)[0]) == jax.process_index()
-    sent = np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source=source))
-    return json.loads(sent.astype(np.uint8).tobytes().rstrip(b"\0"))
+    first = watch.gather(has_it).index(True)
+    return watch.gather(value if first == jax.process_index() else {})[first]

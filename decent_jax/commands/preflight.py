@@ -69,9 +69,15 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
     return options, config
 
 
-def _run(options: argparse.Namespace, config: Config) -> None:
+def _run(options: argparse.Namespace, config: Any) -> None:
+    size = int(options.megabytes * 1e6), options.repeats
     if address := value_of(config, "pipeline.address"):
-        _report(options, *_links_of_ray(options, config, address))
+        from decent_jax.actors import ray_cluster
+
+        ray_cluster.prepare(address)
+        from decent_jax.pipelines import links
+
+        _report(options, *links.measure(config, *size))
         return
     started = start.start(config, Path(options.save).absolute().parent)
     if jax.process_count() == 1:
@@ -82,25 +88,9 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     quiet = jax.process_index() != 0
     if not quiet:
         print(f"{started}\n{preflight.agreement(config, len(devices))}", flush=True)
-    size = _num_bytes(options), options.repeats
     measured = preflight.measure(devices, start.hosts(), *size, quiet)
     if not quiet:
         _report(options, *measured, names)
-
-
-def _links_of_ray(
-    options: argparse.Namespace, config: Any, address: str
-) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
-    from decent_jax.actors import ray_cluster
-
-    ray_cluster.prepare(address)
-    from decent_jax.pipelines import links
-
-    return links.measure(config, _num_bytes(options), options.repeats)
-
-
-def _num_bytes(options: argparse.Namespace) -> int:
-    return int(options.megabytes * 1e6)
 
 
 def _report(

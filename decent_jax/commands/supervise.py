@@ -75,11 +75,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.hosts is None:  # the data of other hosts may be there alone
         config_lib.check_run(config)
     _make_logs(Path(workdir), count)
+    secret = os.environ.get(rendezvous.SECRET) or secrets.token_hex(32)
     supervisor = Supervisor(
         members,
         count,
         functools.partial(_connect, [*WARM, *filter(None, [tasks.TASKS.get(config.task)])]),
-        functools.partial(_start, options, program, config, Path(workdir), count, _secret()),
+        functools.partial(_start, options, program, config, Path(workdir), count, secret),
         patience_s=2 * config.cluster.heartbeat_s + 30,
         again=options.again,
         say=functools.partial(_tell, Path(workdir)),
@@ -185,11 +186,6 @@ def _make_logs(workdir: Path, count: int) -> None:
             log.open("a").close()
     except (OSError, ValueError) as error:
         raise ConfigError.about("--workdir", workdir, f"must be writable ({error})") from None
-
-
-def _secret() -> str:
-    """The secret in the environment, or a new one."""
-    return os.environ.get(rendezvous.SECRET) or secrets.token_hex(32)
 
 
 def _connect(modules: list[str], member: Member) -> AgentLink:

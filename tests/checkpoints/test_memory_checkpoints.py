@@ -361,19 +361,19 @@ def test_processes_that_are_one_checkpoint_apart_have_one_in_common(data):
         own = [step for step in (begun - 2, begun - 1) if step >= 0]
         if data.draw(st.booleans(), label="finished"):
             own.append(begun)
-        held.append([*own, *[-1] * (3 - len(own))])
-    none = -np.ones((len(held), 3), int)
-    found = in_memory.common(np.array(held), none, -1)
+        held.append(own)
+    none = [[]] * len(held)
+    found = in_memory.common(held, none, -1)
     assert found is not None and found >= newest - 2
     assert all(found in own for own in held)
     assert not any(all(step in own for own in held) for step in range(found + 1, newest + 1))
-    assert in_memory.common(np.array(held), none, found) is None
+    assert in_memory.common(held, none, found) is None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6))
 def test_the_rows_of_a_lost_host_come_from_the_next_process(held):
     """Of each process, whether it has its own rows of step 7, and those of the one before it."""
-    own, others = ([[7 if has else -1] for has in column] for column in zip(*held, strict=True))
-    found = in_memory.common(np.array(own), np.array(others), -1)
+    own, others = ([[7] * has for has in column] for column in zip(*held, strict=True))
+    found = in_memory.common(own, others, -1)
     n = len(held)
     assert (found == 7) == all(held[p][0] or held[(p + 1) % n][1] for p in range(n))

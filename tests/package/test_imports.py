@@ -61,7 +61,7 @@ MOST_LINES = {
     "data": 3366,
     "tasks": 1060,
     "train": 3398,
-    "checkpoints": 868,
+    "checkpoints": 856,
     "monitor": 661,
     "cpu": 290,
     "cluster": 1364,
@@ -71,7 +71,7 @@ MOST_LINES = {
     "pipelines": 1087,
     "plan": 135,
     "plots": 468,
-    "commands": 810,
+    "commands": 803,
     "ground": 947,
     "__init__": 13,
 }
