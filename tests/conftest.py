@@ -42,8 +42,9 @@ hypothesis.settings.load_profile("alike")
 
 collect_ignore = ["data/weights/make.py"]  # needs torch; doctests are collected from every file
 
-LONGEST = "pipelines_ray peers multiprocess supervise launchers memory_checkpoints checkpoint docs"
-LONGEST = {f"test_{name}": place for place, name in enumerate(f"{LONGEST} train faults".split())}
+LONGEST = "peers multiprocess pipelines_ray supervise_lost_host docs checkpoint_killed models"
+LONGEST += " pipelines hlo launchers memory_checkpoints train fsdp on_device faults any_optimizer"
+LONGEST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 
 # Programs of tests run for a few steps, for which LLVM's optimizations do not pay: XLA compiles the
 # gradient of a GPT-2 layer in 0.7 instead of 14 s. They change no HLO, and so no message.

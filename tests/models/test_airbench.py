@@ -14,6 +14,7 @@ from decent_jax.models import airbench, resnet
 TINY = airbench.AirbenchConfig(width=12, num_classes=6, dtype="float32")
 pytestmark = pytest.mark.usefixtures("compile_once")
 erf = np.vectorize(math.erf)
+init = jax.jit(resnet.init, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +49,12 @@ def test_whitened_patches_have_the_identity_as_their_covariance(images):
 
 def drawn(config, images):
     """Parameters and statistics, none at its initial value but the whitening."""
-    params, statistics = resnet.init(config, jax.random.key(0))
+    params, statistics = jax.device_get(init(config, jax.random.key(0)))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape).astype(np.float32), params)
-    params["whiten"]["kernel"] = jnp.asarray(airbench.whitening(images))
-    statistics = jax.tree.map(lambda x: x + jnp.abs(jnp.sin(1.0 + jnp.arange(len(x)))), statistics)
-    return params, statistics
+    params["whiten"]["kernel"] = airbench.whitening(images)
+    numbers = jax.tree.map(lambda x: np.float32(np.abs(np.sin(1 + np.arange(len(x))))), statistics)
+    return jax.tree.map(jnp.asarray, (params, jax.tree.map(np.add, statistics, numbers)))
 
 
 def numpy_airbench(params, statistics, images, train):
@@ -117,7 +118,7 @@ def test_the_whitening_gets_no_gradient(images):
 
 
 def test_convolutions_begin_as_the_identity_where_they_can():
-    params, _ = resnet.init(dataclasses.replace(TINY, width=32), jax.random.key(0))
+    params, _ = init(dataclasses.replace(TINY, width=32), jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(1, 5, 5, 24))
     kernel = np.asarray(params["group1"]["conv1"]["kernel"], float)  # 24 to 32 channels
     y = numpy_conv(x, kernel)

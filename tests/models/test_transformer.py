@@ -45,16 +45,19 @@ def test_one_embedding():
 
 def test_every_dropout_of_a_pass_has_a_key_of_its_own(monkeypatch):
     """Those of the encoder and of the decoder, too."""
-    keys, dropout = [], transformer.dropout
+    keys, config = [], dataclasses.replace(ONE, dropout=0.1)
 
     def noted(x, rate, rng):
-        keys.append(tuple(jax.random.key_data(rng).tolist()))
-        return dropout(x, rate, rng)
+        keys.append(jax.random.key_data(rng))
+        return x
+
+    def keys_of(params):
+        transformer.apply(config, params, SOURCE, TARGET_IN, jax.random.key(0))
+        return keys
 
     monkeypatch.setattr(transformer, "dropout", noted)
-    config = dataclasses.replace(ONE, dropout=0.1)
-    transformer.apply(config, drawn(transformer, config), SOURCE, TARGET_IN, jax.random.key(0))
-    assert len(set(keys)) == len(keys) > 5
+    found = jax.jit(keys_of)(drawn(transformer, config))
+    assert len({tuple(key.tolist()) for key in found}) == len(found) > 5
 
 
 def test_init_scales():

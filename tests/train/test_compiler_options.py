@@ -100,7 +100,6 @@ def test_the_step_is_compiled_with_them(tiny_data, monkeypatch):
     ("name", "copies", "model", "order"),
     [
         ("accum_adam", 4, {"layers": 1, "dropout": 0.0}, "MEMORY_OPTIMIZED"),
-        ("decentralized_adam", 3, {"layers": 1, "dropout": 0.0}, "MEMORY_OPTIMIZED"),
         ("all_reduce", 3, {"layers": 2}, "DEFAULT"),
     ],
 )

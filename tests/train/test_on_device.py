@@ -69,12 +69,10 @@ def test_mirrored_photographs_have_numbers_of_their_own(tmp_path):
 # --- Runs -----------------------------------------------------------------------------------------
 
 RUNS = {
-    "rounds in turn": {"schedule": "one_peer_exp"},
     "seldom": {"schedule": "ring", "mix_every": 3},
     "all_reduce": {"algorithm": "all_reduce"},
     "two devices": {"schedule": "one_peer_exp", "mesh": {"devices": 2}},
-    "one after the other": {"schedule": "ring", "mesh": {"sequential_replicas": True}},
-    "micro-batches": {"schedule": "ring", "micro_batches": 2},
+    "in turn": {"schedule": "ring", "mesh": {"sequential_replicas": True}, "micro_batches": 2},
 }
 
 
