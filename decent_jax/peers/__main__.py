@@ -3,14 +3,15 @@
 import sys
 from pathlib import Path
 
-from decent_jax.ground.command_line import Parser
-from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.ground.command_line import Parser, command
+from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.peers import peer_run
 from decent_jax.peers.replay import replay
 
 
+@command("peers")
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status: 1 where a replay differs, 2 for a mistake."""
     parser = Parser(
@@ -23,23 +24,19 @@ def main(arguments: list[str] | None = None) -> int:
         ("replay", "repeat a run of peers from their event logs and compare every bit"),
         ("resize", "change the number of peers of a running or interrupted run"),
     ):
-        command = commands.add_parser(name, help=words, description=f"{words.capitalize()}.")
-        command.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
+        own = commands.add_parser(name, help=words, description=f"{words.capitalize()}.")
+        own.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
         if name == "resize":
             most = "peers, at least 1"
-            command.add_argument("--count", required=True, type=int, metavar="N", help=most)
-    try:
-        options = parser.parse_args(arguments)
-        if options.command == "replay":
-            return _replay(options.workdir)
-        resize(Path(options.workdir), options.count)
-        print(
-            f"{options.workdir} will have {shown(options.count)} peers: its train.py follows "
-            "within seconds, or when the run is resumed, and reports who joins and who leaves"
-        )
-    except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
-        print(f"decent-jax peers: {ConfigError(error)}", file=sys.stderr)
-        return 2
+            own.add_argument("--count", required=True, type=int, metavar="N", help=most)
+    options = parser.parse_args(arguments)
+    if options.command == "replay":
+        return _replay(options.workdir)
+    resize(Path(options.workdir), options.count)
+    print(
+        f"{options.workdir} will have {shown(options.count)} peers: its train.py follows "
+        "within seconds, or when the run is resumed, and reports who joins and who leaves"
+    )
     return 0
 
 

@@ -67,7 +67,7 @@ MOST_LINES = {
     "cluster": 1364,
     "planner": 1797,
     "actors": 194,
-    "peers": 2047,
+    "peers": 2044,
     "pipelines": 1087,
     "plan": 135,
     "plots": 468,
