@@ -142,7 +142,8 @@ class Actors:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [(node.get("NodeName"), node["NodeManagerHostname"]) for node in nodes]
         pairs = zip(nodes, names, strict=True)
-        return sorted((Node(n["NodeID"], tuple(filter(None, k))) for n, k in pairs), key=_name)
+        found = [Node(node["NodeID"], tuple(filter(None, both))) for node, both in pairs]
+        return sorted(found, key=lambda node: node.names[0])
 
 
 def own_host() -> str:
@@ -163,7 +164,3 @@ def _in_process(kind: type, log: Path, sigterm: str) -> type:
 
     Entered.__name__ = Entered.__qualname__ = kind.__name__
     return Entered
-
-
-def _name(node: Node) -> str:
-    return node.names[0]

@@ -126,10 +126,6 @@ def _label(algorithm: Gossip) -> str:
     return ", ".join(parts)
 
 
-def _is_all_reduce(choice: Choice) -> bool:
-    return isinstance(choice.algorithm, AllReduce)
-
-
 def format_table(choices: Sequence[Choice], most: int = 12) -> str:
     """The first ``most`` choices, and all-reduce in any case."""
     headings = ("", "step ms", "dominant", "sent per step", "steps per averaging")
@@ -142,7 +138,7 @@ def format_table(choices: Sequence[Choice], most: int = 12) -> str:
             f"{choice.averaging_steps:.3g}" if choice.averaging_steps else "exact",
         )
         for k, choice in enumerate(choices)
-        if k < most or _is_all_reduce(choice)
+        if k < most or isinstance(choice.algorithm, AllReduce)
     ]
     return table(headings, rows)
 

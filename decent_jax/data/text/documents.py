@@ -142,7 +142,8 @@ def documents(chunk: Chunk, field: str) -> list[str]:
     with one_sentence(path):
         if chunk.source.kind == "txt":
             with opened(path) as (file, _):
-                text = _decode(read_at_most(file, _most_text(), path), path, 0)
+                most = machine.memory_bytes() // 16  # held as text, as bytes and as tokens
+                text = _decode(read_at_most(file, most, path), path, 0)
             return [text.removeprefix("\ufeff")]
         if chunk.source.kind == "jsonl":
             text = _decode(chunk.data, path, chunk.offset)
@@ -206,11 +207,6 @@ _CHUNKERS = {
     "jsonl": _jsonl_chunks,
     "parquet": _parquet_chunks,
 }
-
-
-def _most_text() -> int:
-    """Bytes that are held at once, such as of a .txt file: as text, as bytes and as tokens."""
-    return machine.memory_bytes() // 16
 
 
 def _decode(data: bytes, path, offset: int) -> str:
