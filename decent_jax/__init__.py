@@ -1,7 +1,7 @@
 """Data-parallel training without all-reduce: replicas that gossip, in JAX.
 
-`topology`, `gossip`, `replicas` and `optim` are for a loop of your own and need jax, optax, NumPy
-and SciPy only; `planner`, `train` and the rooms that `train` uses need
+Your own training loop needs only `topology`, `gossip`, `replicas` and `optim`, which depend on jax,
+optax, NumPy and SciPy. `planner`, `train` and the packages that `train` uses need
 ``decent_jax[train]``.
 """
 

@@ -69,7 +69,7 @@ class Placement:
         return self.mesh.devices.flat[0].platform
 
     @property
-    def device_of_each(self) -> list[Any]:
+    def device_of_each(self) -> list[jax.Device]:
         """The device of each replica; the first of those that share it."""
         first = self.mesh.devices.reshape(-1, self.fsdp)[:, 0]
         return [device for device in first for _ in range(self.block)]
@@ -141,7 +141,7 @@ class Placement:
 
         return jax.tree.map(put, local)
 
-    def on(self, device: Any) -> "Placement":
+    def on(self, device: jax.Device) -> "Placement":
         """The block of one device, on its own."""
         return place(self.block, [device])
 
@@ -299,9 +299,9 @@ def consensus_mean(
 ) -> PyTree:
     """The consensus model: the mean over the replicas that are finite.
 
-    Integers, such as step counts, give the largest; random keys the first. An array that is not
-    finite on any replica, such as an optimizer's best loss before the first step, is averaged over
-    all replicas and keeps its infinities.
+    Of integers, such as step counts, it takes the largest; of random keys, the first. An array that
+    is not finite on any replica, such as an optimizer's best loss before the first step, is
+    averaged over all replicas and keeps its infinities.
 
     Args:
       stacked: arrays (n, ...).

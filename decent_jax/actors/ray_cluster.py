@@ -1,4 +1,4 @@
-"""Ray: started on this machine, or found at an address, and left as it was; processes of actors.
+"""Starts Ray on this machine or connects to it at an address; sets up the processes of actors.
 
 Import nothing that imports Ray before `prepare` has been called.
 """
@@ -28,8 +28,8 @@ _PREFACE, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\
 def prepare(address: str) -> None:
     """Set what Ray reads from the environment when it is first imported.
 
-    A Ray of our own answers only those who know its token, which is drawn here and stands in no
-    file. At an address, the token is the user's, as Ray finds it.
+    A Ray that we start accepts only clients that know its token, which is drawn here and written to
+    no file. The token of a Ray at an address is the user's; Ray finds it itself.
 
     Args:
       address: of the Ray cluster; empty: it will be started on this machine.
@@ -156,10 +156,10 @@ def check_resources(
 
 
 def enter(log: Path, launched_from: str) -> None:
-    """Make an actor's process one of this run; it and its libraries print to the file ``log``.
+    """Prepare an actor's process for this run; it and its libraries print to the file ``log``.
 
-    A relative path of the config is then the same file as for `train.py`, unless this machine lacks
-    the folder in which `train.py` was started.
+    A relative path in the config then names the same file as in `train.py`, unless this machine
+    lacks the folder in which `train.py` was started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -177,5 +177,5 @@ def leave_launcher() -> None:
 
 
 def say(message: str) -> None:
-    """A line of the log of this process."""
+    """Print a line to the log of this process."""
     print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)

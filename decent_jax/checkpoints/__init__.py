@@ -16,7 +16,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What is kept in memory, for the loss of a process; see docs/clusters.md."""
+    """What is kept in memory in case a process is lost; see docs/clusters.md."""
 
     every: int = changeable(
         -1,

@@ -2,13 +2,13 @@
 
 Every ``recovery.every`` steps each process writes its rows of the training state and the metadata
 of a checkpoint to a file in `MEMORY`, without communication. When a process is lost and all
-restart, they resume from the newest step of which every process finds its file: bit for bit as if
+restart, they resume from the newest step for which every process finds its file: bit for bit as if
 nothing had failed, without reading arrays from a shared disk.
 
 The file ``STEP.own`` (`decent_jax.checkpoints.shard_file`) appears by a rename once it is complete.
 Two complete checkpoints stay while the next one is written, so processes that are up to
 ``recovery.every`` steps apart have one in common. With ``recovery.mirror`` a process also stores
-the rows of the process before it, in ``STEP.mirror``, for the case that its host is lost.
+the rows of the process before it, in ``STEP.mirror``, in case its host is lost.
 """
 
 import contextlib
@@ -355,8 +355,8 @@ def common(own: list[list[int]], mirrored: list[list[int]], after: int) -> int |
     """The newest step after ``after`` whose rows all exist, in their own or a mirror file.
 
     Args:
-      own: steps of which each process has its own rows.
-      mirrored: steps of which each process has the rows of the process before it.
+      own: steps for which each process has its own rows.
+      mirrored: steps for which each process has the rows of the process before it.
       after: -1: any step.
 
     >>> common([[20, 30], [20, 30, 40]], [[], []], 10)

@@ -1,4 +1,4 @@
-"""What the environment says of a launcher: which one started this process, with how many others."""
+"""Detects from the environment which launcher started this process, and with how many others."""
 
 import os
 import re

@@ -1,12 +1,12 @@
-"""Do all processes agree, and how fast are the links between them?
+"""Checks that all processes agree, and measures the links between them.
 
-`decent-jax preflight` asks both before a long run.
+`decent-jax preflight` does both before a long run.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ def check_devices(hosts: list[str]) -> list[jax.Device]:
     return [min(local, key=lambda device: device.id) for local in processes]
 
 
-def agreement(config: object, count: int) -> str:
+def agreement(config: Mapping[str, object], count: int) -> str:
     """A sentence that lists what is the same on all ``count`` processes."""
     description = rendezvous.describe(config)
     versions = [f"{k} {v}" for k, v in description.items() if not k.startswith("config.")]
@@ -77,7 +77,7 @@ def measure(
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Latency and bandwidth between devices of different processes; all processes call it.
 
-    A message goes to the partner, and a short one comes back when it has arrived, see `links`.
+    Each device sends a message to its partner, which answers with a short one; see `links`.
 
     Args:
       devices: n devices, one of each process.
@@ -88,7 +88,7 @@ def measure(
 
     Returns:
       latency_s, bandwidth_bytes_per_s: (n, n) float64, row i sent by device i; the diagonals are 0
-      and infinite. And lines that say how the hosts reach each other, see `ways`.
+      and infinite. And lines that show how the hosts reach each other, see `ways`.
     """
     index, n = jax.process_index(), len(devices)
     mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)
@@ -113,8 +113,9 @@ def measure(
 def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Latency and bandwidth from the seconds until the answer to a short and to a long message.
 
-    The latency is half of the time for the short one; it compares no two clocks, so it is the same
-    both ways. The bandwidth is that of the additional ``num_bytes`` of the long one. Both (n, n).
+    The latency is half of the time for the short one. It compares no clocks of different hosts, so
+    it is the same both ways. The bandwidth is that of the additional ``num_bytes`` of the long one.
+    Both (n, n).
     """
     latency = np.minimum(short, short.T) / 2
     # Noise may hide the additional bytes: they take at least a tenth of the whole time.
@@ -149,7 +150,7 @@ def _time(exchange: Callable, message: jax.Array) -> float:
 def _connections() -> list[list[tuple[sockets.End, sockets.End, str]]]:
     """See `ways`; without those to the coordinator."""
     port = int((global_state.coordinator_address or ":0").rpartition(":")[2])
-    ends = [both for both in sockets.connections() if port not in (both[0][1], both[1][1])]
+    ends = [pair for pair in sockets.connections() if port not in (pair[0][1], pair[1][1])]
     return watch.gather([(near, far, sockets.card(near[0], far[0])) for near, far in ends])
 
 
@@ -184,7 +185,7 @@ def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> st
 def ways(
     connections: Sequence[Sequence[tuple[sockets.End, sockets.End, str]]], hosts: Sequence[str]
 ) -> str:
-    """By which address and network card each host reaches which others, and what changes it.
+    """The address and network card by which each host reaches others, and how to change them.
 
     Args:
       connections: of each process: its end, the other's, its card; other programs' do not count.

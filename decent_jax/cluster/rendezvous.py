@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from decent_jax.ground import connections, extras
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import name_all, printable, shorten, shown
-from decent_jax.ground.json_files import Json, flat
+from decent_jax.ground.json_files import Json
 
 SECRET = "DECENT_JAX_SECRET"
 _SECRET_FILE = ".start_secret-{port}"  # runs that share a folder have ports of their own
@@ -43,13 +43,11 @@ _LONGEST_NAME = 64  # characters of a host name
 _TICK_S = 0.1  # between two looks at who is there
 
 
-def describe(config: object) -> dict[str, str]:
-    """Everything that must be equal on all processes: versions, and the config."""
+def describe(config: Mapping[str, object]) -> dict[str, str]:
+    """Everything that must be equal on all processes: versions, and fields of the config."""
     versions = {"Python": platform.python_version()}
     versions |= {package: extras.version(package) for package in _PACKAGES}
-    fields = {
-        f"config.{k}": repr(value) for k, value in flat(config).items() if k not in _OWN_FIELDS
-    }
+    fields = {f"config.{k}": repr(value) for k, value in config.items() if k not in _OWN_FIELDS}
     return versions | fields
 
 
@@ -195,7 +193,7 @@ class _Group:
         )
 
     def answer(self) -> Json:
-        """What all are told, and that is it."""
+        """Send all processes the list of hosts or the refusal; returns it."""
         ordered = [self.hellos[process] for process in sorted(self.hellos)]
         hosts = [hello["host"] for hello in ordered]
         refusal = self.refusal or difference([hello["facts"] for hello in ordered], hosts)

@@ -21,14 +21,14 @@ def connections() -> list[tuple[End, End]]:
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # it has been closed, as that of this list
             own.add(os.readlink(descriptor))
-    found = []
+    pairs = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # no IPv6
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 _, near, far, state, *_, inode = line.split()[:10]
                 if state == _ESTABLISHED and f"socket:[{inode}]" in own:
-                    found.append((_end(near), _end(far)))
-    return found
+                    pairs.append((_end(near), _end(far)))
+    return pairs
 
 
 def _end(text: str) -> End:
@@ -42,7 +42,8 @@ def _end(text: str) -> End:
 def card(near: str, far: str) -> str:
     """The network card by which the kernel sends from one address to another; "?": it has none.
 
-    The kernel itself looks it up: the tables of routes say it only where no rule picks among them.
+    We ask the kernel, because the routing tables alone do not show the card where policy rules
+    choose between them.
     """
     family = socket.AF_INET6 if ":" in far else socket.AF_INET
     ends = [(_TO, socket.inet_pton(family, far)), (_FROM, socket.inet_pton(family, near))]

@@ -60,7 +60,7 @@ def check(config: Any) -> None:
 
 
 def start(config: Any, folder: str | Path = ".") -> str:
-    """Start jax as ``config.cluster`` says; returns a line for the log.
+    """Start jax as configured in ``config.cluster``; returns a line for the log.
 
     Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
     Kubernetes started this process together with others, or on a pod of Cloud TPUs. All of them
@@ -73,8 +73,8 @@ def start(config: Any, folder: str | Path = ".") -> str:
       folder: one that all processes see, where they find their secret (`rendezvous`).
 
     Raises:
-      ConfigError: processes do not come or do not fit together.
-      PeerLost: jax could not join processes that had all come.
+      ConfigError: processes do not connect or do not match.
+      PeerLost: jax could not join the processes, although all had connected.
     """
     cluster = config.cluster
     end_with_supervisor(cluster.heartbeat_s)
@@ -110,7 +110,7 @@ def _join(place: "_Place", config: Any, folder: str | Path) -> None:
     limit_exchanges(cluster.exchange_s)
     waiting = f"waiting for {place.count} processes at {place.address}"
     with announce(waiting, quiet=place.index != 0):
-        description = rendezvous.describe(config)
+        description = rendezvous.describe(config.by_name)
         description |= {name.upper(): str(jax.config.values[name]) for name in _ALIKE}
         _hosts[:] = rendezvous.barrier(
             place.address, place.count, place.index, description, cluster.timeout_s, folder
@@ -206,11 +206,11 @@ def check_interface(wanted: str) -> None:
 
 
 def check_addresses(hosts: Sequence[str], addresses: Sequence[str]) -> None:
-    """Raises ConfigError where the name of one of several hosts stands for itself alone.
+    """Raises ConfigError if one of several hosts resolves its own name to a loopback address.
 
     Args:
       hosts: of each process.
-      addresses: for which it takes its own host's name.
+      addresses: to which each resolves the name of its host.
     """
     for host, address in zip(hosts, addresses, strict=True):
         if len(set(hosts)) > 1 and address.startswith("127."):

@@ -135,7 +135,7 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
 
     Args:
       hosts: host name of every process, in their order.
-      heartbeat_s: seconds of silence after which jax takes a process for lost.
+      heartbeat_s: seconds of silence after which jax considers a process lost.
     """
     global _watch
     _watch = _Watch(hosts, heartbeat_s)
@@ -173,7 +173,7 @@ def barrier(timeout_s: float) -> None:
 
 
 def gather(value: Value) -> list[Value]:
-    """A value that JSON can hold of every process, which all call this as often; alone, its own.
+    """A JSON value of every process; all call this equally often. A single process gets its own.
 
     No device takes part. A process that is lost meanwhile ends this one, see `watch`.
     """
@@ -188,7 +188,7 @@ def gather(value: Value) -> list[Value]:
 
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """In this context, an exchange that fails ends the process with the name of the lost one.
+    """In this context, a failed exchange ends the process with a sentence about the lost one.
 
     A connection breaks at once, but which process broke it is known only after ``heartbeat_s``:
     this one waits until the watch ends it. Another error of this process ends all others, too.
@@ -226,10 +226,10 @@ def concerns_an_exchange(error: BaseException | None) -> bool:
 
 
 def leave(code: int) -> None:
-    """End a process that failed, if it is one of several; a process alone returns.
+    """End a process that failed, if it is one of several; a single process returns.
 
     Processes that fail for the same reason leave together, each with its own exit code. If the
-    others go on, this one does not wait for them, and they see that it is lost.
+    others continue, this one does not wait for them, and they detect that it is lost.
     """
     if _watch is not None:
         _watch.leave_together(_TOGETHER_S)

@@ -115,7 +115,7 @@ def console() -> None:
 
 
 def train(argv: list[str], prog: str) -> int:
-    """Trains as the command line says; ``prog`` prefixes its messages.
+    """Trains as the command line asks; ``prog`` prefixes its messages.
 
     Returns 0: done; 1: failed; 2: never started; 75: another process was lost; 128 + signal:
     interrupted.
@@ -168,9 +168,9 @@ def _train(argv: list[str], prog: str) -> int:
 def sigterm_told(prog: str) -> Iterator[None]:
     """In this context, SIGTERM ends the process at once, with a sentence and code 143.
 
-    Also during a long call of C++, such as of the compiler: a thread waits for the signal, and
-    Python's handler would only run after the call. Others may set a handler meanwhile, as the loop
-    does, which saves a checkpoint first.
+    This also works during a long C++ call, such as a compilation: a thread waits for the signal,
+    whereas Python's handler would run only after the call. Other code may set its own handler
+    meanwhile; that of the training loop saves a checkpoint first.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -229,7 +229,7 @@ def open_streams() -> None:
 def leave(code: int) -> None:
     """Exit, even if other processes of the run are gone and jax would wait for them.
 
-    After a signal, threads that still compile do not hold it up.
+    After a signal, it does not wait for threads that still compile.
     """
     if code and "decent_jax.cluster.watch" in sys.modules:  # otherwise nothing is watched
         from decent_jax.cluster import watch

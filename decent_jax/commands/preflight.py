@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace, config: Any) -> None:
     names = [name_of[device] for device in devices]
     quiet = jax.process_index() != 0
     if not quiet:
-        print(f"{started}\n{preflight.agreement(config, len(devices))}", flush=True)
+        print(f"{started}\n{preflight.agreement(config.by_name, len(devices))}", flush=True)
     measured = preflight.measure(devices, start.hosts(), *size, quiet)
     if not quiet:
         _report(options, *measured, names)

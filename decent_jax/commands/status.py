@@ -1,4 +1,4 @@
-"""Show the progress and the failures of a run, also while it runs.
+"""Show the progress and the failures of a run, whether it still runs or not.
 
     decent-jax status RUN [RUN ...] [--json]
 

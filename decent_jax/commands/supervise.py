@@ -27,7 +27,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
 from decent_jax.ground import extras
 from decent_jax.ground.command_line import Parser, command
+from decent_jax.ground.connections import free_port
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
 from decent_jax.monitor import goodput_file
@@ -207,7 +207,7 @@ def _start(
 ) -> None:
     """Start a process on each member; initially there were ``first`` members."""
     changes = fit(config, first, len(members))
-    port = _free_port() if options.hosts is None else options.port + attempt % 100
+    port = free_port() if options.hosts is None else options.port + attempt % 100
     command = [*program, *(f"--config.{name}={value}" for name, value in changes.items())]
     command += [f"--config.cluster.coordinator={members[0].address}:{port}"]
     command += [f"--config.cluster.num_processes={len(members)}"]
@@ -217,12 +217,6 @@ def _start(
         member.agent.start(numbered, own, _log(workdir, index))
     notes = [f"{name} is {value}" for name, value in changes.items()]
     _say("; ".join([f"{len(members)} processes start", *notes]))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def _tell(workdir: Path, sentence: str) -> None:

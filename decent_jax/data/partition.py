@@ -19,7 +19,7 @@ alpha -> 0, and sum(p**2), a copy of the whole, for alpha -> infinity. That is t
 the draws; the result is milder for a small alpha, because all records are assigned and classes run
 out. Publish the output of `Partition.report`, not only alpha.
 
-With a different number of replicas, the partition is drawn anew.
+With a different number of replicas, the partition is drawn again.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Files as bytes, and what can go wrong while they are read as one sentence."""
+"""Reads files as bytes, and turns whatever goes wrong into one sentence."""
 
 import bz2
 import contextlib
@@ -26,10 +26,10 @@ def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
 def files_below(
     folder: str | Path, reads: Callable[[str], object], left_out: Counter[str]
 ) -> Iterator[str]:
-    """The files of a folder and its subfolders that ``reads(name)`` says are read.
+    """The files of a folder and its subfolders whose names ``reads`` accepts.
 
-    Links are followed, and each real folder is read once. What is not read is counted in
-    ``left_out``, by `kind_of`.
+    Links are followed, and each real folder is read once. Other files are counted in ``left_out``,
+    by `kind_of`.
 
     Returns:
       Paths within the folder; the files of each folder in the order of their names.
@@ -60,7 +60,7 @@ def files_below(
 
 
 def kind_of(name: str) -> str:
-    """The kind under which a file that is not read is counted: its suffix, mostly.
+    """The kind of a file that is not read, for counting: mostly its suffix.
 
     >>> [kind_of(name) for name in ("a.CSV", "b.c.json.bz2", "README", ".DS_Store")]
     ['.csv', '.json.bz2', 'without a suffix', 'hidden']
@@ -153,7 +153,7 @@ _OPEN: dict[str, Callable[..., Any]] = {
 
 
 def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
-    """All that is left of a file; DataError where that is more than `most` bytes.
+    """The rest of a file; DataError if it has more than `most` bytes.
 
     A small compressed file may unpack to more than the memory of any machine.
 

@@ -1,7 +1,7 @@
-"""Worker processes of `decent-jax prepare`, and what they and a trainer's readers do about signals.
+"""Worker processes of `decent-jax prepare`, and how they and a trainer's readers handle signals.
 
-`encode` is what all kinds of `prepare` do: processes work on pieces of the input while this one
-writes the results in order, so that the output is the same byte for byte for any number of them.
+All kinds of `prepare` use `encode`: worker processes encode pieces of the input while this process
+writes the results in order. The output is the same, byte for byte, for any number of workers.
 """
 
 import collections
@@ -32,8 +32,8 @@ def how_many(workers: int | None, *, small: bool) -> int:
     """How many processes to use.
 
     Args:
-      workers: as the user says; None means one per core that this process may use.
-      small: whether there is so little to do that this process had better do it alone.
+      workers: as the user chose; None means one per core that this process may use.
+      small: whether there is too little work to share.
 
     Raises:
       DataError: `workers` is less than 1, or more than this machine should run.
@@ -61,13 +61,13 @@ def encode(
     desc: str,
     unit: str = "B",
 ) -> None:
-    """Calls ``add(task, work(task))`` for all tasks in order; processes do the work ahead.
+    """Calls ``add(task, work(task))`` for all tasks in order; processes compute results ahead.
 
     Args:
       tasks, work, workers: as for `results`.
       add: takes a result in this process; returns how much of `total` that was.
       total: of the progress bar, in `unit`.
-      progress: show the bar, on stderr, with the words `desc`.
+      progress: show the bar on stderr, labelled `desc`.
     """
     with (
         results(work, tasks, workers) as pairs,

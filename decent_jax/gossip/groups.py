@@ -27,7 +27,7 @@ ROW = 512  # numbers that share a scale
 def means(
     rows: list[jax.Array], g: int, axis: ReplicaAxis, finite: jax.Array | None
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """The mean over each replica's group of g, of arrays (block, ...), and which are then finite.
+    """The mean of (block, ...) over each replica's group of g, and which rows are then finite.
 
     finite: (block,) bool, or None. A finite replica keeps the weight of non-finite members itself;
       a non-finite one takes the mean of its finite members, or NaN if there are none.

@@ -151,8 +151,8 @@ def mix(
 
         def moved(x: jax.Array, arrived: jax.Array, own: jax.Array) -> jax.Array:
             # A replica that is not finite keeps nothing: it takes the received average.
-            kept = x - own if finite is None else jnp.where(finite, x - own, jnp.zeros_like(x))
-            return arrived + kept
+            left = x - own if finite is None else jnp.where(finite, x - own, jnp.zeros_like(x))
+            return arrived + left
 
         return put_back(map(moved, leaves, arrived, own))
     if rnd.between_groups is not None:
@@ -268,10 +268,10 @@ def mix_on(
       tree, schedule, round, codec, key: as in `mix`.
     """
 
-    def one(tree: PyTree, finite: jax.Array | None) -> PyTree:
+    def mix_one(tree: PyTree, finite: jax.Array | None) -> PyTree:
         return mix(tree, schedule, round, axis_name, finite=finite, codec=codec, key=key)
 
-    return tree if round is None else on_mesh(one, mesh, axis_name)(tree, finite)
+    return tree if round is None else on_mesh(mix_one, mesh, axis_name)(tree, finite)
 
 
 def mix_coded(

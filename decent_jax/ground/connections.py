@@ -4,8 +4,8 @@ Both sides first prove, with the handshake of `multiprocessing`, that they know 
 and interpret nothing before that. Unauthenticated connections are limited in number and time.
 A message is a header (JSON) and arrays as raw buffers, so nothing is unpickled.
 
-Ray actors use them too: arguments of concurrent calls to one actor would share its link, so all
-would arrive late instead of the first one early.
+Ray actors use them too: as arguments of concurrent calls to an actor, messages would share its link
+  and all arrive late, instead of the first one early.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Listener:
         thread; it closes the connection.
       left_out: called with the IP address of each rejected client.
       handshake_s: seconds for the handshake.
-      guests: connections in a handshake at the same time; beyond, the oldest is closed.
+      guests: connections in a handshake at the same time; above that, the oldest is closed.
     """
 
     def __init__(
@@ -133,6 +133,13 @@ def listen(
     server = socket.create_server((host, 0), family=family, backlog=64)
     address: Any = server.getsockname()[:2]
     return Listener(server, secret, serve_until_the_end), address
+
+
+def free_port() -> int:
+    """A port that is free at all addresses of this machine."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
 
 
 def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:

@@ -86,9 +86,9 @@ class PeerLost(_Sentence, RuntimeError):
 
 
 def unforeseen(error: BaseException) -> str:
-    """A sentence about an error of a kind that nobody foresaw, such as of a user's task.
+    """A sentence about an unexpected error, such as one in a user's task.
 
-    It names the line that raised it, of a file outside of packages if there is one, and the file
+    It names the line that raised it (in a file outside of packages, if there is one) and the file
     with the traceback.
     """
     frames = traceback.extract_tb(error.__traceback__) or [traceback.FrameSummary("?", 0, "?")]

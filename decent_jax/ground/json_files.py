@@ -1,6 +1,5 @@
 """Files that are read whole or refused in one sentence, and written atomically; mostly JSON."""
 
-import dataclasses
 import errno
 import json
 import math
@@ -60,6 +59,38 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):  # not text, not JSON, nested too deep
         raise DataError(f"{path}: {otherwise}") from None
+
+
+def read_entries(path: str | Path) -> Json:
+    """The entries of a JSON file by their dotted names: ``{"model.layers": 12, ...}``.
+
+    Raises:
+      FileNotFoundError, NotADirectoryError, DataError: as `read_json`; or it is not an object.
+    """
+    try:
+        return flat(read_json(path))
+    except (AttributeError, RecursionError):
+        raise DataError(f"{path}: not an object of JSON") from None
+
+
+def read_format(path: str | Path, kind: str, form: str) -> Json:
+    """The fields of a JSON file of one of the project's formats.
+
+    Args:
+      path: of the file.
+      kind: the noun in messages.
+      form: the file's field ``format``.
+
+    Raises:
+      ValueError: it cannot be read, or has another format; the message names the file.
+    """
+    try:
+        fields = read_json(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the {kind} {path}: {error.strerror or error}") from None
+    if not isinstance(fields, dict) or fields.get("format") != form:
+        raise ValueError(f'{path} is not a {kind}: it does not say "format": "{form}"')
+    return fields
 
 
 def is_whole(value: object, least: int = 0, most: int = 2**31 - 1) -> TypeGuard[int]:
@@ -124,11 +155,10 @@ def overwrite_json(path: Path, entries: object) -> None:
 
 
 def flat(tree: Any, prefix: str = "") -> Json:
-    """Nested dicts, ConfigDicts or dataclasses as a flat dict: ``{"model.layers": 12, ...}``."""
+    """Nested dicts or ConfigDicts as a flat dict: ``{"model.layers": 12, ...}``."""
     result = {}
-    items = vars(tree).items() if dataclasses.is_dataclass(tree) else tree.items()
-    for key, value in items:
-        if hasattr(value, "items") or dataclasses.is_dataclass(value):
+    for key, value in tree.items():
+        if hasattr(value, "items"):
             result |= flat(value, f"{prefix}{key}.")
         else:
             result[f"{prefix}{key}"] = value

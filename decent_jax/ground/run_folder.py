@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax.ground.errors import RunError
+from decent_jax.ground.errors import DataError, RunError
 from decent_jax.ground.format import printable, shorten
-from decent_jax.ground.json_files import Json, flat, read_bytes, read_text
+from decent_jax.ground.json_files import Json, read_bytes, read_entries
 
 METRICS = "metrics.jsonl"
 LOCK = ".lock"  # names its owner
@@ -104,12 +104,12 @@ def load_run(path: str | Path) -> RunFolder:
 
 
 def entries(path: Path) -> Json:
-    """The contents of a JSON file, flat; empty if it is missing, damaged or something else."""
+    """`read_entries` without lists; empty if the file is missing, damaged or something else."""
     try:
-        values = flat(json.loads(read_text(path)))
-        return {name: value for name, value in values.items() if not isinstance(value, list)}
-    except (OSError, ValueError, AttributeError, RecursionError):
+        values = read_entries(path)
+    except (OSError, DataError):
         return {}
+    return {name: value for name, value in values.items() if not isinstance(value, list)}
 
 
 def read_metrics(path: str | Path) -> list[Json]:

@@ -132,9 +132,9 @@ def _gelu(x: jax.Array) -> jax.Array:
 def whitening(images: np.ndarray) -> np.ndarray:
     """The kernel ``(2, 2, 3, 24)`` that whitens patches of normalized images ``(B, H, W, 3)``.
 
-    The first half are the eigenvectors of the patches' mean outer product, over the roots of their
-    eigenvalues, so that the mean outer product of the outputs is the identity; the second half are
-    their negatives.
+    The first half are the eigenvectors of the patches' mean outer product, divided by the square
+    roots of their eigenvalues, so that the mean outer product of the outputs is the identity. The
+    second half are their negatives.
     """
     patches = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))
     patches = patches.reshape(-1, 3 * PATCH**2).astype(np.float64)  # channels, rows, columns
@@ -147,8 +147,9 @@ def whitening(images: np.ndarray) -> np.ndarray:
 def optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
     """Muon for filters, SGD with Nesterov's momentum for biases and the last layer.
 
-    The rates of the latter keep their published ratio to ``learning_rate``, that of the filters,
-    which is linear from 0.24 to 0. A filter has a norm of 1 on average before each of its updates.
+    The latter's rates keep their published ratio to ``learning_rate``, the rate of the filters,
+    which decays linearly from 0.24 to 0. A filter has a norm of 1 on average before each of its
+    updates.
     """
 
     def sgd(peak, share=1.0):

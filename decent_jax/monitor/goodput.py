@@ -171,7 +171,7 @@ def session_clock() -> Clock:
 class Ledger:
     """Writes the record of a clock to the run directory; on exit, the context writes the last one.
 
-    A written record is with the operating system, so a killed process loses at most the last
+    A written record has reached the operating system, so a killed process loses at most the last
     second.
 
     Args:

@@ -35,8 +35,8 @@ class Log:
 class MetricWriter:
     """Appends scalars to `workdir/metrics.jsonl`; steps are unique and increase.
 
-    A row is with the operating system when `write` returns, so a killed process loses nothing; a
-    second `write` of the same step is merged into its row. `close` also syncs the file to disk.
+    A row has reached the operating system when `write` returns, so a killed process loses nothing;
+    a second `write` of the same step is merged into its row. `close` also syncs the file to disk.
 
     When the file exists (a resumed run), a torn last line and the rows past `start_step` are
     dropped first: the run is about to write those steps again.

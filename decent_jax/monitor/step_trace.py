@@ -1,4 +1,4 @@
-"""A trace of some steps by jax's profiler."""
+"""A trace of several steps by jax's profiler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -125,11 +125,11 @@ def decentralized(
             mixed = mixing(mixed, r, count, after, nth=k)
         if round is None or (isinstance(gamma, float | int) and gamma == 1):
             return mixed
-        kept = trees.add(
+        partly = trees.add(
             params, trees.scale(method_wrapper.rate_at(gamma, count), optax.tree.sub(mixed, params))
         )
         # A replica that is not finite takes its neighbours' average, whatever gamma is.
-        return optax.tree.where(trees.all_finite(params), kept, mixed)
+        return optax.tree.where(trees.all_finite(params), partly, mixed)
 
     def adapt_with_combine(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
         x_hat = local.mixed
@@ -285,14 +285,14 @@ def all_reduce(
         return optax.tree.where(all_sound, (mean, rest), (lost, error))
 
     def step(params: PyTree, own: PyTree, round: RoundId, local: Local) -> Stepped:
-        given, active = (local.grads, local.value), local.active
+        sums, active = (local.grads, local.value), local.active
         if active is not True:
             share = gossip.mean(jnp.asarray(active, jnp.float32), axis_name)
-            zeros = optax.tree.zeros_like(given)
-            given = trees.scale(1 / share, optax.tree.where(active, given, zeros))
+            zeros = optax.tree.zeros_like(sums)
+            sums = trees.scale(1 / share, optax.tree.where(active, sums, zeros))
             active = share > 0
-        mean, own = averaged(given[0], own, local.count)
-        value = gossip.mean(given[1], axis_name)
+        mean, own = averaged(sums[0], own, local.count)
+        value = gossip.mean(sums[1], axis_name)
         local = dataclasses.replace(local, grads=mean, value=value, active=active)
         update, inner, ok = local(params)
         return trees.add(params, update), own, inner, ok

@@ -234,7 +234,7 @@ def method(
 
         which = None if axis_name is None else number
         local = Local(updates, value, mixed, active, state, optimizer, extra, which)
-        after, kept, inner, ok = step(params, state.own, round, local)
+        after, own_state, inner, ok = step(params, state.own, round, local)
 
         def moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return new - trees.finite_or_zero(old)
@@ -243,7 +243,7 @@ def method(
         failed = ~ok & active
         count, skipped = state.count + 1, state.skipped + jnp.where(failed, 1, 0)
         failing = jnp.where(failed, state.failing + 1, 0)
-        return change, GuardedState(inner, count, skipped, failing, kept)
+        return change, GuardedState(inner, count, skipped, failing, own_state)
 
     return Method(init, update, early, delayed)
 
@@ -346,8 +346,8 @@ def no_rounds(
 ) -> optax.GradientTransformationExtraArgs:
     """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **given: PyTree) -> Updated:
-        return tx.update(updates, state, params, **given | {"round": None, "replica": replica})
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> Updated:
+        return tx.update(updates, state, params, **extra | {"round": None, "replica": replica})
 
     return Method(tx.init, update)
 

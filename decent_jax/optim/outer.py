@@ -174,7 +174,7 @@ def noloco(
 def _noloco_pairwise(numbers: Numbers) -> Pairwise:
     """The outer step on the whole model in a pairwise average of peers, with LOSCAR's merge.
 
-    The snapshot S was sent some steps ago; the local progress since then, x - S, is added to the
+    The snapshot S was sent several steps ago; the local progress since then, x - S, is added to the
     new outer parameters.
     """
     outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])

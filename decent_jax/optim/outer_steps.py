@@ -80,10 +80,7 @@ def outer_steps(
         f, which = fragment(round, x)
         now, late = take_leaves(x, which), take_leaves(late, which)
         theta, state = message
-        new = theta
-        if carry and delay:  # a replica that is not finite keeps nothing
-            learned = trees.add(theta, optax.tree.sub(now, late))
-            new = optax.tree.where(trees.all_finite((now, late)), learned, theta)
+        new = with_progress(theta, late, now) if carry and delay else theta
         states = (*own.states[:f], state, *own.states[f + 1 :])
         return put_leaves(x, which, new), OuterState(put_leaves(own.theta, which, theta), states)
 
@@ -107,6 +104,12 @@ def outer_steps(
 
     delayed = Delayed(delay, depart, arrive) if delay else None
     return method(inner, step, own, mixing.axis_name, delayed=delayed)
+
+
+def with_progress(theta: Arrays, late: Arrays, now: Arrays) -> Arrays:
+    """theta plus the progress of the replica from ``late`` to ``now``, where both are finite."""
+    progressed = trees.add(theta, optax.tree.sub(now, late))
+    return optax.tree.where(trees.all_finite((now, late)), progressed, theta)
 
 
 def descend(

@@ -121,14 +121,14 @@ def select(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     def always_advances(node: PyTree) -> bool:
         return isinstance(node, counts | injected)
 
-    def kept(new: PyTree, old: PyTree) -> PyTree:
+    def selected(new: PyTree, old: PyTree) -> PyTree:
         if isinstance(new, counts):
             return new
         if isinstance(new, injected):
             return new._replace(inner_state=select(ok, new.inner_state, old.inner_state))
         return jnp.where(ok, new, old)
 
-    return jax.tree.map(kept, new, old, is_leaf=always_advances)
+    return jax.tree.map(selected, new, old, is_leaf=always_advances)
 
 
 def finite_or_zero(x: jax.Array) -> jax.Array:

@@ -70,7 +70,7 @@ def mixes(
     def is_special(x: PyTree) -> bool:
         return isinstance(x, _MEASURE + _ESTIMATE)
 
-    def kept(x: PyTree) -> PyTree:
+    def checked(x: PyTree) -> PyTree:
         if isinstance(x, _ESTIMATE):
             raise ValueError(
                 f"{type(x).__name__.removesuffix('State')} estimates its learning rate, which "
@@ -80,7 +80,7 @@ def mixes(
         return () if isinstance(x, _MEASURE) else x
 
     def state(params: PyTree) -> PyTree:
-        return jax.tree.map(kept, optimizer.init(params), is_leaf=is_special)
+        return jax.tree.map(checked, optimizer.init(params), is_leaf=is_special)
 
     program, shape = jax.make_jaxpr(state, return_shape=True)(  # pyright: ignore
         structure.unflatten(leaves)

@@ -43,7 +43,7 @@ _SAVE_S = 2.0
 
 
 def run(config: Config, workdir: str | Path) -> Json:
-    """Train with peers as ``config`` says, in ``workdir``; resume the run that is there.
+    """Train with peers as configured, in ``workdir``; resume the run that is there.
 
     Returns, raises: as `decent_jax.train.run`.
     """
@@ -68,11 +68,11 @@ def compile_step(config: Config, experiment: Experiment, work: Workdir) -> None:
     Raises:
       ConfigError: it takes longer than ``peers.start_s``.
     """
-    one = peer_run.of_peer(experiment, config, 0, config.num_replicas)
-    clock, state = Clock(), init(one)
-    cost = algorithm.cost(one.config, one.schedule, state, 1)
-    with Programs(one, work, clock, cost, number(0, 0)) as programs:
-        with Feed(one, 0, clock) as feed:
+    peer = peer_run.of_peer(experiment, config, 0, config.num_replicas)
+    clock, state = Clock(), init(peer)
+    cost = algorithm.cost(peer.config, peer.schedule, state, 1)
+    with Programs(peer, work, clock, cost, number(0, 0)) as programs:
+        with Feed(peer, 0, clock) as feed:
             batch, _ = feed.next()
         programs.compile(state, batch, programs.blocks.due(0)[0], shapes_of(batch))
     took, start_s = clock.spent()["compiling"], config.peers.start_s
@@ -89,7 +89,7 @@ def dry_run(config: Config) -> None:
     """
     check_address(config, "peers")
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(dataclasses.asdict(config), folder, 0, 0, None, config.num_replicas)
+        place = Place(config, folder, 0, 0, None, config.num_replicas)
         with peer_run.open_peer(place) as (experiment, work):
             work.console.say(_describe(config, Aggregate(config, experiment)))
             time_steps(experiment, work, experiment.steps // config.num_replicas)

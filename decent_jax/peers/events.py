@@ -65,7 +65,7 @@ class EventLog:
 
 
 def path(folder: Path, generation: int) -> Path:
-    """The file of an generation."""
+    """The file of a generation."""
     return folder / f"events-{generation}.jsonl"
 
 
@@ -104,7 +104,7 @@ def read(file: Path) -> Iterator[Json]:
             yield event
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: object) -> bool:
     """Whether a JSON value matches a kind: a type, None, or dicts and lists of kinds.
 
     Numbers are at least 0 and below 2**32. A dict may have further entries.

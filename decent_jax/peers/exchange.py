@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
 from decent_jax.ground.connections import Address
-from decent_jax.ground.json_files import Json
+from decent_jax.peers import Peers
 from decent_jax.peers.protocol import Averager, JoinState, Message, Offer
 
 Members = list[tuple[str, Address]]  # names and addresses of peers
@@ -37,7 +37,7 @@ class Asker:
         self,
         averager: Averager,
         secret: bytes,
-        peers: Json,
+        peers: Peers,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._averager, self._secret, self._peers = averager, secret, peers
@@ -58,7 +58,7 @@ class Asker:
         if partner is None or asked is None:
             return
         (name, address), (offer, message) = partner, asked
-        ends = self._clock() + self._peers["exchange_s"]
+        ends = self._clock() + self._peers.exchange_s
         try:
             connection = self._connection(name, address)
             decoded = self._exchange(connection, offer, message)
@@ -82,7 +82,7 @@ class Asker:
         self, connection: Connection, offer: Offer, encode: Callable[[], Message]
     ) -> bool | None:
         """Whether this side decoded the partner's message; None: the partner declines."""
-        with connections.within(self._peers["exchange_s"], connection):
+        with connections.within(self._peers.exchange_s, connection):
             connections.send(connection, [_AVERAGE, *offer])
             agreed, _ = connections.receive(connection)
             if not agreed:
@@ -109,7 +109,7 @@ class Asker:
 
     def _connection(self, name: str, address: Address) -> Connection:
         if name not in self._open:
-            self._open[name] = connections.connect(address, self._secret, self._peers["exchange_s"])
+            self._open[name] = connections.connect(address, self._secret, self._peers.exchange_s)
         return self._open[name]
 
     def _partner(self) -> tuple[str, Address] | None:
@@ -122,8 +122,8 @@ class Asker:
         return random.choice(others) if others else None
 
     def _avoid(self, name: str, late: bool) -> None:
-        seconds = self._peers["exchange_s"]
-        self._avoided[name] = self._clock() + self._peers["silent_s"]
+        seconds = self._peers.exchange_s
+        self._avoided[name] = self._clock() + self._peers.silent_s
         if name in self._open:
             self._open.pop(name).close()
         why = f"took over peers.exchange_s ({seconds:g} s)" if late else "does not answer"

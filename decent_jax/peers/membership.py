@@ -251,7 +251,7 @@ class Reporter:
 
     def run(self) -> None:
         """Report periodically, until this peer has to end."""
-        while not self.stopped.wait(self._place.config["peers"]["beat_s"]):
+        while not self.stopped.wait(self._place.config.peers.beat_s):
             if self._boundary.ready and not self.beat():
                 return
 
@@ -316,7 +316,7 @@ def state_to_join(
     Raises:
       NotJoined: this peer has to end first, or has no state after ``peers.start_s``.
     """
-    peers, began = place.config["peers"], clock()
+    peers, began = place.config.peers, clock()
     admits = functools.partial(membership.call, "admits", place.rank, place.generation)
     while True:
         if admits(None):
@@ -326,16 +326,16 @@ def state_to_join(
         for name, address in members:
             asked = clock()
             try:
-                joined = ask(address, secret, peers["join_s"])
+                joined = ask(address, secret, peers.join_s)
             except BROKEN as error:
-                late = f"within peers.join_s ({peers['join_s']:g} s)"
-                why = late if clock() >= asked + peers["join_s"] else f"({type(error).__name__})"
+                late = f"within peers.join_s ({peers.join_s:g} s)"
+                why = late if clock() >= asked + peers.join_s else f"({type(error).__name__})"
                 say(f"peer {name} sends no state {why}")
                 continue
             if joined is not None and admits(joined.donor):
                 words = f"joins with the state of peer {joined.donor} at step {joined.t}"
                 say(f"{words} ({clock() - asked:.1f} s)")
                 return joined
-        if leaving() is not None or clock() >= began + peers["start_s"]:
+        if leaving() is not None or clock() >= began + peers.start_s:
             raise NotJoined
-        wait(peers["beat_s"])
+        wait(peers.beat_s)

@@ -37,10 +37,10 @@ class Peer:
         host: Callable[[], str] = handles.own_host,
     ):
         self._place, self._secret, self._host = place, secret, host
-        peers = place.config["peers"]
-        self._membership = MembershipClient(membership, secret, peers["silent_s"] / 2)
-        form = Format(peers["codec"], place.config["seed"])
-        self._averager = Averager(place.name, form, peers["exchange_s"], peers["silent_s"])
+        peers = place.config.peers
+        self._membership = MembershipClient(membership, secret, peers.silent_s / 2)
+        form = Format(peers.codec, place.config.seed)
+        self._averager = Averager(place.name, form, peers.exchange_s, peers.silent_s)
         self._asker = Asker(self._averager, secret, peers)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._boundary: StepBoundary | None = None  # once the run is open
@@ -50,13 +50,13 @@ class Peer:
 
     def train(self) -> Json:
         """Train; how it ended ("end", "join": without a state, as in `leave`), and its steps."""
-        place, peers = self._place, self._place.config["peers"]
+        place, peers = self._place, self._place.config.peers
         if place.start is not None:
             forget(place.folder, place.start)
         run = place, self._membership, self._secret, lambda: self._leaving
         join = functools.partial(state_to_join, *run)
         with open_peer(place) as (experiment, work):
-            n = place.config["num_replicas"]
+            n = place.config.num_replicas
             common = CommonProgress(n, experiment.steps // n)
             boundary = StepBoundary(
                 experiment, place, common, self._averager, self._jobs, self._asker.ask, join
@@ -65,7 +65,7 @@ class Peer:
             boundary.leaving = self._leaving  # `leave` may have been called just before
             answerer = Answerer(
                 self._averager,
-                peers["exchange_s"],
+                peers.exchange_s,
                 lambda: self._leaving != "stop",
                 lambda: self._state(boundary),
             )
@@ -110,7 +110,7 @@ class Peer:
         if not boundary.ready:
             return None
         try:
-            state = boundary.want_state().result(timeout=self._place.config["peers"]["join_s"])
+            state = boundary.want_state().result(timeout=self._place.config.peers.join_s)
         except (RuntimeError, TimeoutError):  # it has ended, or its steps take too long
             return None
         return state._replace(arrays=on_host(state.arrays))

@@ -36,7 +36,7 @@ _ANOTHER_DRAW = 1_000_003  # offset between the seeds of streams 0 to n - 1, n t
 class Place(NamedTuple):
     """The identity of a peer."""
 
-    config: Json  # of the whole run
+    config: Config  # of the whole run
     workdir: str  # of the whole run
     rank: int  # also its data stream
     generation: int  # counts the peers that have had this rank
@@ -179,7 +179,7 @@ def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
     Raises:
       ConfigError: see `open_run`; or `train.py` has other data.
     """
-    config: Config = config_lib.from_values(place.config)
+    config = place.config
     with open_run(config, place.folder, place.rank, checked=True) as (experiment, work):
         if place.data is not None:
             check_same_as_train_py(config, experiment.task, place.data)

@@ -231,8 +231,8 @@ class Averager:
     def members(self) -> Mapping[str, Address]:
         """{name: address} of the peers that train, this one included.
 
-        It averages with nobody else: a peer that has not joined, or was silent for long, has
-        parameters of no use. Nobody if this peer itself was suspended.
+        It averages with nobody else: parameters of a peer that has not joined, or was silent for
+        long, are of no use. Empty if this peer itself was suspended.
         """
         return self._members if self._clock() <= self._members_until else {}
 

@@ -10,7 +10,6 @@ identical, 1 some differ, 2 there is nothing to replay.
 """
 
 import contextlib
-import dataclasses
 import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -45,7 +44,7 @@ class Replayed(NamedTuple):
 
 
 class Log:
-    """The events of an generation, by step."""
+    """The events of a generation, by step."""
 
     def __init__(self, rank: int, generation: int, lines: Iterator[Json]):
         self.rank, self.name = rank, f"{rank}.{generation}"
@@ -118,12 +117,11 @@ def replay(
     manifest = read_manifest(workdir, config)
     if not manifest:
         raise RunError(f"{workdir} has no {MANIFEST}, which every run of peers has")
-    plain = dataclasses.asdict(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # placement messages
         experiments = {
             rank: stack.enter_context(
-                open_peer(Place(plain, str(workdir), rank, 0, None, manifest["streams"]))
+                open_peer(Place(config, str(workdir), rank, 0, None, manifest["streams"]))
             )[0]
             for rank in sorted({log.rank for log in logs})
         }

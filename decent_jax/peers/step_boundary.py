@@ -139,12 +139,12 @@ class StepBoundary:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
-        peers = place.config["peers"]
+        peers = place.config.peers
         self._place, self._common = place, common
         self.averager, self._jobs, self._ask = averager, jobs, ask
         self._changes = StateChanges(experiment)
         self.join = join
-        self._every, self._exchange_s = place.config["mix_every"], peers["exchange_s"]
+        self._every, self._exchange_s = place.config.mix_every, peers.exchange_s
         self._due = 0  # the step before which to ask next
         self._ask_after = 0.0  # and the time; infinite while a request is in progress
         self._log: events.EventLog | None = None

@@ -1,7 +1,6 @@
 """Supervision of the peers of a session: start, watch, replace, resize and end them."""
 
 import contextlib
-import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -113,7 +112,7 @@ class Supervisor:
         peers, before = self.config.peers, self.of(rank)
         earlier = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
-            dataclasses.asdict(self.config),
+            self.config,
             str(self.folder),
             rank,
             max([before["generation"], *earlier]) + 1,
@@ -139,7 +138,7 @@ class Supervisor:
         """Wait a moment for peers that end, and replace those that died.
 
         Raises:
-          ConfigError: one with which the session begins cannot do what the config asks of it.
+          ConfigError: a peer that starts with the session cannot do what the config asks of it.
         """
         calls = {rank: peer.training for rank, peer in self.live.items()}
         for rank in self._actors.ended(calls, _LOOK_S):

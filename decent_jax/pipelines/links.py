@@ -8,17 +8,18 @@ import numpy as np
 from decent_jax.actors.handles import Actors, Silent, Unanswered, own_host
 from decent_jax.actors.ray_cluster import check_address, leave_launcher, running
 from decent_jax.cluster import preflight
+from decent_jax.ground.connections import free_port
 from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.pipelines import Config
-from decent_jax.pipelines.worker import free_address, join
+from decent_jax.pipelines.worker import join
 
 
 class Probe:
     """A jax process on one node, like a worker of a run."""
 
     def address(self) -> str:
-        """See `free_address`."""
-        return free_address(own_host())
+        """ "host:port" for a coordinator on this node."""
+        return f"{own_host()}:{free_port()}"
 
     def measure(
         self, place: tuple[str, int, int], exchange_s: int, hosts: list[str], *size: int
@@ -68,7 +69,7 @@ def measured(
         calls = [
             p.call("measure", (coordinator, len(probes), k), *asked) for k, p in enumerate(probes)
         ]
-        found, *_ = [call.result() for call in calls]
+        links, *_ = [call.result() for call in calls]
     except Silent:  # such as a node with fewer cores than pipeline.cpus
         raise PeerLost(
             "the links could not be measured: a node did not start a process within "
@@ -79,4 +80,4 @@ def measured(
     finally:
         for probe in probes:
             probe.kill()
-    return *found, [f"{host}/0" for host in hosts]
+    return *links, [f"{host}/0" for host in hosts]

@@ -39,7 +39,7 @@ _LONGEST_SPAN_S = 5.0  # of steps between two calls of the workers
 
 
 def run(config: Config, workdir: str | Path) -> Json:
-    """Train pipelines as ``config`` says, in ``workdir``; resume the run that is there.
+    """Train pipelines as configured, in ``workdir``; resume the run that is there.
 
     Returns, raises: as `decent_jax.train.run`.
     """
@@ -66,8 +66,8 @@ def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
         needs = needs_of(experiment, counts)
         with running(config, "pipeline", config.num_replicas * needs):
             nodes = nodes_of(plan, actors.nodes(), config.num_replicas * len(counts))
-            given = config, work.path, counts, nodes, secrets.token_bytes(32), actors
-            with Workers(*given, needs=needs) as workers:
+            arguments = config, work.path, counts, nodes, secrets.token_bytes(32), actors
+            with Workers(*arguments, needs=needs) as workers:
                 yield Pipelines(experiment, work, counts, workers)
 
 
@@ -129,7 +129,7 @@ class Pipelines:
         yield
 
     def step(self, done: int, until: int) -> list[Json]:
-        """Let the workers make steps for some seconds; see `decent_jax.train.loop.Runner`."""
+        """Let the workers make steps for a few seconds; see `decent_jax.train.loop.Runner`."""
         stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
         logs = passed(self._config.log.every, done, stop) or stop == self.experiment.steps
         compiles = done == self._start

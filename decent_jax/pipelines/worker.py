@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,7 +17,7 @@ from decent_jax.actors.ray_cluster import leave_launcher
 from decent_jax.checkpoints.on_disk import reason_of
 from decent_jax.cluster.start import limit_exchanges
 from decent_jax.ground import connections
-from decent_jax.ground.connections import Address
+from decent_jax.ground.connections import Address, free_port
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.json_files import Json
 from decent_jax.ground.progress import announce as announce_on_stderr
@@ -40,7 +39,7 @@ LOGS = "workers"  # folder of workers/REPLICA-STAGE.txt
 class WorkerSpec(NamedTuple):
     """The position of a worker in the grid, and its run."""
 
-    config: Json
+    config: Config
     workdir: str
     replica: int
     stage: int
@@ -103,9 +102,9 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
     """The programs of a worker, after jax has connected the replicas of its stage.
 
     Raises:
-      ConfigError: its data cannot be used, or are not those with the facts ``data``.
+      ConfigError: its data cannot be used, or do not have the facts ``data``.
     """
-    config: Config = config_lib.from_values(worker.config)
+    config = worker.config
     xla.use_cache()
     schedule = config_lib.make_schedule(config)
     task = _task(config, Path(worker.workdir), announce_on_stderr)
@@ -114,13 +113,6 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
     placement = parts.place(config.num_replicas)
     tx = parts.method(config, schedule, rate, placement)
     return Stage(config, schedule, placement, tx, Part(task, worker.stage, worker.counts))
-
-
-def free_address(host: str) -> str:
-    """ "host:port" with a free port of this machine, whose address is ``host``."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return f"{host}:{free.getsockname()[1]}"
 
 
 def join(coordinator: str, count: int, index: int, exchange_s: int, **options: Any) -> None:
@@ -165,7 +157,7 @@ class Worker:
         at which it receives messages of other stages."""
         host = handles.own_host()
         _, address = connections.listen(host, self._secret, self._mailbox.fill)
-        return free_address(host), address
+        return f"{host}:{free_port()}", address
 
     def open(self, coordinator: str, addresses: list[Address], data: dict[str, str]) -> None:
         """Start jax and create the programs.
@@ -175,14 +167,14 @@ class Worker:
           addresses: the second of `addresses` of the stages of its replica.
           data: see `open_stage`.
         """
-        cluster, count = self._spec.config["cluster"], self._spec.config["num_replicas"]
+        cluster, count = self._spec.config.cluster, self._spec.config.num_replicas
         if count > 1:
             join(
                 *(coordinator, count, self._spec.replica),
-                cluster["exchange_s"],
-                initialization_timeout=cluster["timeout_s"],
+                cluster.exchange_s,
+                initialization_timeout=cluster.timeout_s,
                 # Longer than in `Workers`, which can name the silent worker.
-                heartbeat_timeout_seconds=2 * cluster["heartbeat_s"] + 10,
+                heartbeat_timeout_seconds=2 * cluster.heartbeat_s + 10,
             )
         self._stage = open_stage(self._spec, data)
         self._channels = [Channel(address, self._secret) for address in addresses]

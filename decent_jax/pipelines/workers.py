@@ -1,6 +1,5 @@
 """All workers of the grid: start, call and watch them; and their checkpoints."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ class Workers:
         self._wait = wait
         self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
         self._stages = len(counts)
-        run, pipeline = (dataclasses.asdict(config), str(workdir)), config.pipeline
+        run, pipeline = (config, str(workdir)), config.pipeline
         self.specs = [
             WorkerSpec(*run, i, s, counts)
             for i in range(config.num_replicas)

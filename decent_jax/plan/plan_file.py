@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import is_whole, read_json, write_json_atomic
+from decent_jax.ground.json_files import is_whole, read_format, write_json_atomic
 
 FORMAT = "decent_jax.plan/1"
 
@@ -102,10 +101,8 @@ def load(path: str | Path) -> Plan:
     Raises:
       ValueError: names the file and what is wrong with it.
     """
+    fields = read_format(path, "plan", FORMAT)
     try:
-        fields = read_json(path)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise ValueError(f'it does not say "format": "{FORMAT}"')
         stages, schedule = fields["stages"], fields["schedule"]
         if not isinstance(schedule["name"], str):
             raise TypeError(f"the name of its schedule is no text, but {shown(schedule['name'])}")
@@ -117,10 +114,6 @@ def load(path: str | Path) -> Plan:
             fields["expected"],
             stages,
         )
-    except OSError as error:
-        raise ValueError(f"cannot read the plan {path}: {error.strerror or error}") from None
-    except DataError:  # which names the file
-        raise
     except KeyError as error:
         raise ValueError(f"{path} is not a plan: it lacks {error}") from None
     except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError) as error:

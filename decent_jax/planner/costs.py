@@ -1,15 +1,15 @@
 """What communication costs on a network: transfers, permutes, means of groups, all-reduce.
 
 Replica i lives on device i of the `Network`; ``network.take(order)`` places replicas otherwise.
-A transfer takes ``latency + bytes / rate``. Transfers that go on at the same time share the
-network card (NIC) of every node they leave or enter, by max-min fairness, and none is faster than
-its own link. Each keeps the rate that it has while all of them are going on: where all carry the
-same number of bytes, as in every collective here, the slowest ones are those of the tightest NIC,
-end together, and their time is exact; faster ones could end a little earlier.
-Not modelled: a PCIe bus shared inside a node, switches between nodes, losses and congestion.
+A transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
+every node they leave or enter, by max-min fairness, and none is faster than its own link. Each
+keeps the rate at which it starts. If all carry the same number of bytes, as in every collective
+here, the slowest are those of the tightest NIC; they end together, and their time is exact. Faster
+ones could end a little earlier. Not modelled: a PCIe bus shared inside a node, switches between
+nodes, losses and congestion.
 
-A *phase* is one collective as each replica sees it: it waits for its partners to have begun (a
-transfer needs both of its ends), and ends a duration later. A round is a few phases in a row, as
+A *phase* is one collective as each replica sees it: it waits until its partners have begun (a
+transfer needs both ends), and ends a duration later. A round is a few phases in a row, as
 XLA runs them: collectives that share devices do not overlap each other.
 """
 
@@ -313,10 +313,10 @@ def round_phases(
     """The collectives of one round, in the order in which they run.
 
     Args:
-      compression: part of ``num_bytes`` that a model takes as a message.
+      compression: size of a message, as a fraction of ``num_bytes``.
 
-    A permutation is a permute of the whole model. A mean of groups is an all-reduce; of coded
-    messages (``compression`` below 1) permutes of chunks to their owners, and an all-gather
+    A permutation is a permute of the whole model. A mean of groups is an all-reduce. If messages
+    are coded (``compression`` below 1), it is permutes of chunks to their owners, and an all-gather
     (`decent_jax.gossip.groups`). Groups with a partner (alternating_exp_ring), whose messages are
     sums and are never coded:
 
@@ -350,7 +350,7 @@ def round_phases(
     if rnd.sends:
         return [lap, *permutes(num_bytes / g), lap]
     senders = [np.roll(members, shift, axis=1).ravel() for shift in range(1, g)]
-    return [*(permute_phase(network, one, compression * num_bytes / g) for one in senders), lap]
+    return [*(permute_phase(network, order, compression * num_bytes / g) for order in senders), lap]
 
 
 def mean_groups(rnd: Round) -> list[np.ndarray]:
@@ -380,7 +380,7 @@ def round_s(
     """Seconds of round ``r`` of a schedule from a common start until all replicas have mixed.
 
     Args:
-      num_bytes: of one model as it is sent (parameters x bytes of its codec).
+      num_bytes: of one model as sent (parameters x bytes of its codec).
     """
     return total_s(round_phases(network, schedule.rounds[r], num_bytes, execution))
 

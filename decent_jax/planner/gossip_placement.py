@@ -1,12 +1,12 @@
 """Placement of replicas on devices such that the rounds of a schedule use the fast links.
 
-The worth of a schedule on a network is how little disagreement it leaves. Let every replica's
-parameters drift all the time by independent noise of variance 1 per second, as training on
-different data does. A round sends the parameters that the replicas have at its beginning. At its
-end, after the time that the network needs, the mixture replaces them, and the drift since the
-beginning is added (``combine="awc"``). The mean squared distance from the mean then settles. Its
-average over time, relative to the effect of one second of drift, is the schedule's
-**disagreement**, in seconds: the age of the drift that is still there.
+A schedule is the better for a network, the less disagreement it leaves. Assume that the parameters
+of every replica drift by independent noise of variance 1 per second, as in training on different
+data. A round sends the parameters that the replicas have at its beginning. At its end, after the
+time that the network needs, the mixture replaces them, and the drift since the beginning is added
+(``combine="awc"``). The mean squared distance from the mean then settles. Its average over time,
+relative to the effect of one second of drift, is the schedule's **disagreement**, in seconds: the
+age of the drift that is still there.
 
 For rounds of equal length t it is
 
@@ -43,7 +43,7 @@ class PlacedSchedule:
 
     order: (n,) int; replica i lives on device ``order[i]``.
     round_s: seconds of every round, `costs.round_s` (or ``compute_s`` where that is longer).
-    disagreement_s: see the module's head.
+    disagreement_s: see the module's docstring.
     """
 
     schedule: Schedule
@@ -87,7 +87,7 @@ def _evaluate_rounds(
 
 
 def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
-    """The age of the drift that rounds of these lengths leave; see the module's head.
+    """The age of the drift that rounds of these lengths leave; see the module's docstring.
 
     Args:
       matrices: (n, n) each; infinite if they do not contract.
@@ -141,13 +141,14 @@ def place_schedule(
 ) -> PlacedSchedule:
     """The schedule with the order of replicas of the shortest period that the search finds.
 
-    Of up to 6 devices that is the best of all orders. Of more, simulated annealing (Kirkpatrick et
-    al. 1983) from the best of several regular orders, by exchanging two replicas or two evenly
-    spaced rows of replicas. If the network's own order leaves less disagreement than the one found,
-    the result has the network's.
+    For up to 6 devices, it is the best of all orders. For more, simulated annealing (Kirkpatrick et
+    al. 1983) starts from the best of several regular orders and exchanges two replicas or two
+    evenly spaced rows of replicas. If the network's own order leaves less disagreement than the one
+    found, the result has the network's.
 
     Args:
-      steps: exchanges to try at most; then, unless the time is up first, a seed has one result.
+      steps: exchanges to try at most. Unless the time runs out first, the result depends only on
+        the seed.
       progress: show a bar that counts seconds.
 
     Raises:

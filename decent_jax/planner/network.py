@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from decent_jax.ground import machine
-from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import read_json, write_json_atomic
+from decent_jax.ground.json_files import read_format, write_json_atomic
 
 FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
@@ -120,10 +119,8 @@ def load(path: str | Path) -> Network:
     Raises:
       ValueError: a file that is no network; the message names the file and the mistake.
     """
+    fields = read_format(path, "network", FORMAT)
     try:
-        fields = read_json(path)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise ValueError(f'it does not say "format": "{FORMAT}"')
         missing = {"latency_s", "bandwidth_bytes_per_s"} - set(fields)
         if missing:
             raise ValueError(f"it lacks {' and '.join(sorted(missing))}")
@@ -133,10 +130,6 @@ def load(path: str | Path) -> Network:
             fields["bandwidth_bytes_per_s"],
             **{key: fields[key] for key in optional if fields.get(key) is not None},
         )
-    except OSError as error:
-        raise ValueError(f"cannot read the network {path}: {error.strerror or error}") from None
-    except DataError:  # which names the file
-        raise
     except ValueError as error:
         raise ValueError(f"{path} is not a network: {error}") from None
 

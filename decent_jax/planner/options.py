@@ -1,6 +1,6 @@
 """The flags of the planner's commands: a network, a model, the compute time of a step.
 
-Only `complete`, and only where a config file is args, imports the trainer and jax.
+Only `complete` imports the trainer and jax, and only if a config file is given.
 """
 
 import argparse
@@ -49,9 +49,9 @@ def number(low: float, high: float, kind: type = float) -> Callable[[str], objec
     return read
 
 
-def several(one: Callable[[str], object]) -> Callable[[str], list]:
+def several(parse: Callable[[str], object]) -> Callable[[str], list]:
     """The ``type`` of a flag: a comma-separated list of values."""
-    return lambda text: [one(part) for part in text.split(",")]
+    return lambda text: [parse(part) for part in text.split(",")]
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -72,7 +72,7 @@ MUST = "required"
 
 
 # Name, metavar, type, default (one other than None is added to the help), help.
-Flag = tuple[str, str, Callable[[str], object], Any, str]
+Flag = tuple[str, str, Callable[[str], object], object, str]
 NETWORK = (
     ("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
     ("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
@@ -199,7 +199,7 @@ def accepted(options: argparse.Namespace, choice: Choice) -> bool:
     """Whether ``train.py`` accepts ``--config`` with the fields of this choice, for any data.
 
     Raises:
-      ConfigError: it takes none, since it refuses all_reduce, which any config can be turned into.
+      ConfigError: `train.py` refuses this config with every choice, even with all_reduce.
     """
     from decent_jax.train import config as config_lib
 

@@ -124,7 +124,7 @@ class Workload:
     model_bytes: parameters (and gradients) in float32.
     forward_s, backward_s, update_s: means.
     compute: the factor on forward and backward, drawn for each replica and step.
-    slowness: (n,) factors of replicas that are always slower (or faster) than 1, or one of all.
+    slowness: (n,) factors of replicas that are always slower (or faster) than 1, or one for all.
     late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
         backward pass: an embedding, the more so if it is also the output layer.
     row_length: parameters per row of the last axis on average; 8 and 4 bits send a float32 scale

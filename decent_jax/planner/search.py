@@ -1,4 +1,4 @@
-"""Search for the best placement: simulated annealing, begun anew every 100 exchanges.
+"""Search for the best placement: simulated annealing, restarted every 100 exchanges.
 
 Each beginning is a partition constructed at random (`construct`); an exchange swaps two devices.
 `placement` gives the cost of a partition exactly. It is a maximum over groups and over pairs, which

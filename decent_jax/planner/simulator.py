@@ -63,8 +63,8 @@ def simulate(
 ) -> SimulatedSteps:
     """Simulate ``warm_up + steps`` steps of ``workload`` under ``algorithm``.
 
-    Gossip needs a warm-up, because replicas begin together and drift apart for a while; where
-    compute is constant the mean is taken over whole periods of the schedule.
+    Gossip needs a warm-up, because replicas begin together and drift apart for a while. If compute
+    is constant, the mean is over whole periods of the schedule.
     """
     cycle = 1
     if isinstance(algorithm, Gossip):
@@ -84,10 +84,10 @@ def settled_step_s(
 ) -> float:
     """The steady-state step time for constant compute.
 
-    All times are maxima of sums, so a state in which every time is later by one and the same number
-    of seconds than in a state before repeats what followed that one for ever (a max-plus linear
-    system; Baccelli et al. 1992). The state looked for is that of the last power of two, as in
-    Brent's search for a cycle: replicas that wait for each other settle within a few steps.
+    All times are maxima of sums (a max-plus linear system; Baccelli et al. 1992). If every time of
+    a state is later than in an earlier state by the same number of seconds, the steps between the
+    two repeat forever. Each state is compared with that of the last power of two, as in Brent's
+    cycle search: replicas that wait for each other settle within a few steps.
     """
     simulation = _Simulation(network, workload, algorithm, record=False)
     factor = workload.factors(network.num_devices)

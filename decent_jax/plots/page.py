@@ -39,7 +39,7 @@ def write(runs: Sequence[RunFolder], path: Path) -> Path:
     results, failed = [], []
     for state in (run_state.read(run.path) for run in runs):
         last = {name: state.last(name) for name in (*LOSSES, CONSENSUS, *SCORES)}
-        shown = {name: format_number(one[1], 4) for name, one in last.items() if one}
+        shown = {name: format_number(newest[1], 4) for name, newest in last.items() if newest}
         shown |= {"time": goodput_file.describe(state.spent)} if state.spent else {}
         results.append({"state": state.word, "step": state.step, **shown})
         failed += [f"<li>{html.escape(what)}" for _, what in state.incidents[-20:]]
@@ -83,6 +83,6 @@ def _table(title: str, columns: Sequence[Json], runs: Sequence[RunFolder]) -> st
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     rows = [f"<h2>{title}</h2><table><tr><th></th>{heads}</tr>"]
     for name in dict.fromkeys(name for column in columns for name in column):
-        cells = "".join(f"<td>{html.escape(str(one.get(name, '')))}</td>" for one in columns)
+        cells = "".join(f"<td>{html.escape(str(column.get(name, '')))}</td>" for column in columns)
         rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
     return "".join([*rows, "</table>"])

@@ -64,7 +64,7 @@ def plot_runs(
 
 def draw(groups: Sequence[Sequence[RunFolder]]) -> Figure:
     """The figure of groups of loaded and labelled runs; see `groups_of`."""
-    panels = [(panel, found) for panel in PANELS if (found := list(_curves(groups, *panel[1:])))]
+    panels = [(panel, curves) for panel in PANELS if (curves := list(_curves(groups, *panel[1:])))]
     ranks = _ranks(groups[0][0]) if len(groups) == 1 else []
     if not panels:
         raise RunError(f"{groups[0][0].path} has no metric that this command draws.")
@@ -74,8 +74,8 @@ def draw(groups: Sequence[Sequence[RunFolder]]) -> Figure:
     ]
     columns = 3 if count == 3 else min(2, count)
     figure, axes = style.grid(count, columns, words if len(groups) > 1 else ())
-    for own, ((title, names, x), found) in zip(axes, panels, strict=False):
-        _panel(own, title, names, x, found)
+    for panel_axes, ((title, names, x), curves) in zip(axes, panels, strict=False):
+        _panel(panel_axes, title, names, x, curves)
     if ranks:
         _lanes(axes[-1], groups[0][0])
     if len(groups) == 1:
@@ -98,8 +98,8 @@ def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
     """Groups of runs that differ only in their seed, in the order of their first runs; labelled."""
     groups: dict[tuple, list[RunFolder]] = {}
     for run in runs:
-        kept = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
-        groups.setdefault(tuple(sorted((k, str(v)) for k, v in kept.items())), []).append(run)
+        settings = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
+        groups.setdefault(tuple(sorted((k, str(v)) for k, v in settings.items())), []).append(run)
     first = [
         RunFolder(
             group[0].path, group[0].rows, {k: v for k, v in group[0].config.items() if k != "seed"}
@@ -107,9 +107,9 @@ def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
         for group in groups.values()
     ]
     label_runs(first)
-    for one, group in zip(first, groups.values(), strict=True):
+    for labelled, group in zip(first, groups.values(), strict=True):
         for run in group:
-            run.label = one.label
+            run.label = labelled.label
     return list(groups.values())
 
 
@@ -119,7 +119,7 @@ def curve(group: Sequence[RunFolder], name: str) -> Curve | None:
     steps = np.array(sorted(set.intersection(*map(set, each))), float)
     if not len(steps):
         return None
-    values = np.array([[found[step] for step in steps] for found in each])  # (runs, m)
+    values = np.array([[recorded[step] for step in steps] for recorded in each])  # (runs, m)
     if name == "train/loss":  # of single batches
         values = np.array([smoothed(row) for row in values])
     return Curve(
@@ -142,11 +142,11 @@ def _curves(
     """(number of the group, metric, curve) of all that can be drawn against ``x``."""
     for k, group in enumerate(groups):
         for name in names:
-            found = curve(group, name)
-            if found is None or getattr(found, x) is None:
+            drawn = curve(group, name)
+            if drawn is None or getattr(drawn, x) is None:
                 continue
-            if np.isfinite(found.mean).any():
-                yield k, name, found
+            if np.isfinite(drawn.mean).any():
+                yield k, name, drawn
 
 
 def _panel(
@@ -157,27 +157,27 @@ def _panel(
     curves: Sequence[tuple[int, str, Curve]],
 ) -> None:
     """The curves of some metrics against ``steps``, ``seconds`` or bytes ``sent``."""
-    unit, scale = _unit(x, max(float(getattr(made, x)[-1]) for *_, made in curves))
-    for k, name, made in curves:
-        look, at = style.look(k), getattr(made, x) / scale
+    unit, scale = _unit(x, max(float(getattr(curve, x)[-1]) for *_, curve in curves))
+    for k, name, curve in curves:
+        look, at = style.look(k), getattr(curve, x) / scale
         if name == "eval/loss":
             look["ls"] = "none"
         few = len(at) == 1 or name.startswith("eval/")
-        axes.plot(at, made.mean, lw=1.8, marker="o" if few else "", ms=3.6, **look)
-        if made.deviation is not None:
-            band = made.mean - made.deviation, made.mean + made.deviation
+        axes.plot(at, curve.mean, lw=1.8, marker="o" if few else "", ms=3.6, **look)
+        if curve.deviation is not None:
+            band = curve.mean - curve.deviation, curve.mean + curve.deviation
             axes.fill_between(at, *band, color=look["color"], alpha=0.18, lw=0)
     style.curve_frame(axes, title, x=unit)
     if CONSENSUS in names:
-        values = np.concatenate([made.mean for *_, made in curves])
+        values = np.concatenate([curve.mean for *_, curve in curves])
         style.log_axis(axes, values[values > 0])
     else:  # without the steep start, which would flatten the rest
-        style.hold(axes, np.concatenate([_late(made) for *_, made in curves]))
+        style.hold(axes, np.concatenate([_late(curve) for *_, curve in curves]))
 
 
-def _late(made: Curve) -> np.ndarray:
+def _late(curve: Curve) -> np.ndarray:
     """The values that a panel must show: all but the first tenth of a long curve."""
-    return made.mean[len(made.mean) // 10 if len(made.mean) >= 40 else 0 :]
+    return curve.mean[len(curve.mean) // 10 if len(curve.mean) >= 40 else 0 :]
 
 
 def _ranks(run: RunFolder) -> list[int]:
@@ -192,7 +192,7 @@ def _lanes(axes: Axes, run: RunFolder) -> None:
     every = [row["step"] for row in run.rows if any(f"peers/{k}/steps" in row for k in ranks)]
     shown = Normalize(0, max(1, *(run.series(f"peers/{k}/stale")[1].max() for k in ranks)))
     for lane, rank in enumerate(ranks):
-        steps, made = run.series(f"peers/{rank}/steps")
+        steps, made_steps = run.series(f"peers/{rank}/steps")
         _, generation = run.series(f"peers/{rank}/generation")
         _, stale = run.series(f"peers/{rank}/stale")
         place = np.searchsorted(every, steps)
@@ -208,7 +208,7 @@ def _lanes(axes: Axes, run: RunFolder) -> None:
             if place[part[-1]] < len(every) - 1:
                 axes.plot(x[-1], lane, "X", color=COLOURS[1], ms=8, mec="white", zorder=3)
         axes.annotate(
-            f"{made[-1]:.0f} steps", (1.0, lane), xycoords=("axes fraction", "data"),
+            f"{made_steps[-1]:.0f} steps", (1.0, lane), xycoords=("axes fraction", "data"),
             xytext=(5, 0), textcoords="offset points", va="center", color=INK, size=9,
             annotation_clip=False,
         )  # fmt: skip

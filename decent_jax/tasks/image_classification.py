@@ -176,7 +176,7 @@ def make(config: ImageConfig, workdir: Path, announce: Callable) -> "ImageClassi
     """Returns the task; generates the pictures, or finds the files.
 
     Raises:
-      DataError: the data cannot be used; one sentence.
+      DataError: the data cannot be used; the message is one sentence.
     """
     data = config.data
     if data.path != GENERATED:

@@ -163,7 +163,7 @@ def make(config: Config, workdir: Path, announce: Callable) -> "LanguageModeling
     """The task; builds the corpus of the standard library in ``workdir`` if the config names it.
 
     Raises:
-      DataError: the data cannot be used; one sentence.
+      DataError: the data cannot be used; the message is one sentence.
     """
     folder = _data_folder(config, workdir)
     if config.data.path == STDLIB:

@@ -119,7 +119,7 @@ def make(config: Config, workdir: Path, announce: Callable) -> "Translation":
     """Returns the task; builds the corpus of numbers in ``workdir`` if the config names it.
 
     Raises:
-      DataError: the data cannot be used; one sentence.
+      DataError: the data cannot be used; the message is one sentence.
     """
     folder = Path(config.data.path)
     if config.data.path == NUMBERS:

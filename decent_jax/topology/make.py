@@ -59,13 +59,12 @@ def make(
     - ``equi_dynamic`` is OD-EquiDyn with all shifts; its ``(1 - eta) I + eta A`` mixes best where
       both weights are 1/2, which they are here. Shifts are drawn without repetition, so the period
       is at most n - 1.
-    - ``hierarchical(inner, outer)``: nodes of ``replicas_per_node`` replicas. Round r has the
-      Kronecker product W = A (x) B of round r of ``outer`` over nodes, A, and round r of ``inner``
-      inside a node, B: a node mixes, then its replica l with the replicas l of other nodes. The
-      period is the least common multiple of both; ||W - J|| is the larger of ||A - J|| and
-      ||B - J||. With ``complete`` inside, a round is a mean over the node plus outer's messages; an
-      inner schedule with d messages makes it (d + 1)(d_outer + 1) - 1 messages.
-
+    - ``hierarchical(inner, outer)`` groups replicas in nodes of ``replicas_per_node``. In round r,
+      each node mixes by B, round r of ``inner``; then replica l mixes with the replicas l of other
+      nodes by A, round r of ``outer``. Together this is the Kronecker product W = A (x) B. The
+      period is the least common multiple of both, and ||W - J|| is the larger of ||A - J|| and ||B
+      - J||. With ``complete`` inside, a round is a mean over the node plus outer's messages. If the
+      inner schedule sends d messages, a round sends (d + 1)(d_outer + 1) - 1.
     - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (a replica
       without a free neighbour is idle), and with ``probability=p`` a pair averages with that
       probability: local steps between averages are then geometric with mean 1/p.
@@ -73,9 +72,8 @@ def make(
       compiled once.
     - ``random_out`` is column stochastic only: for `decent_jax.optim.push_sum`.
 
-    ``replicas_per_node`` (replicas per node; a node's replicas are consecutive) matters to
-    ``alternating_exp_ring`` and ``hierarchical`` only. To choose one, see
-    `Schedule.summary` and ``docs/topologies.md``.
+    Only ``alternating_exp_ring`` and ``hierarchical`` use ``replicas_per_node``; the replicas of a
+    node are consecutive. To choose one, see `Schedule.summary` and ``docs/topologies.md``.
 
     Raises:
       ValueError: a name that cannot be read, an unknown schedule or parameter, a value out of
@@ -209,7 +207,7 @@ def register(name: str, builder: Builder, *, column_stochastic: bool = False) ->
         COLUMN_STOCHASTIC.add(name)
 
 
-def _check_rounds(name: str, rounds: Any, n: int) -> None:
+def _check_rounds(name: str, rounds: int, n: int) -> None:
     """Raises ValueError if this machine cannot hold so many rounds."""
     machine.check_memory(
         rounds * (8 * n * n + _ROUND_BYTES), f"{name} with {shown(rounds)} rounds of {n} replicas"

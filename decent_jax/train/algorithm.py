@@ -40,7 +40,7 @@ def transformation(
     """The method of one replica.
 
     Raises:
-      ConfigError: an impossible combination; one sentence that names both parts.
+      ConfigError: an impossible combination; the message names both parts.
     """
     try:
         arguments = parts(config, schedule, rate, decay_mask, axis_name)

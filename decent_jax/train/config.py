@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
 
 from decent_jax import tasks, topology
 from decent_jax.cluster import start as cluster
@@ -21,7 +22,7 @@ from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, check_rules, in_steps, parse_duration, section, setting
 from decent_jax.ground.format import shorten, shown
-from decent_jax.ground.json_files import Json, flat, read_json
+from decent_jax.ground.json_files import Json, flat, read_entries
 from decent_jax.monitor import trackers
 from decent_jax.optim import METHODS, MethodSpec
 from decent_jax.plan import plan_file
@@ -100,9 +101,23 @@ def parse(config: ConfigDict) -> Config:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    values = flat(config)
+    values = values_of(config)
     fields.check(table_of(config), values)
     return fields.build(config_class(config.task), values)
+
+
+def values_of(config: ConfigDict) -> Json:
+    """The values of a config, by their dotted names.
+
+    Raises:
+      ConfigError: one is missing, or a section contains itself.
+    """
+    try:
+        return flat(config)
+    except RequiredValueError:
+        raise ConfigError("the config has a placeholder; give it a value in its file") from None
+    except RecursionError:
+        raise ConfigError("the config contains itself; its sections must be a tree") from None
 
 
 def load_saved(workdir: str | Path) -> Any:
@@ -116,22 +131,22 @@ def load_saved(workdir: str | Path) -> Any:
     """
     path = Path(workdir) / "config.json"
     try:
-        values = flat(read_json(path))
+        values = read_entries(path)
         table = fields_of(values["task"])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (OSError, DataError, RecursionError, AttributeError, KeyError, TypeError):
+    except (OSError, DataError, AttributeError, KeyError, TypeError):
         raise ConfigError(f"{workdir} holds no run: there is no readable config.json") from None
     for name in table.keys() & values.keys():
         table[name].check(f"{path}: {name}", values[name])
     return from_values(values)
 
 
-def from_values(values: Json) -> Any:
-    """The `Config` with these values, nested or by dotted names; others have their defaults."""
+def from_values(values: Json) -> Config:
+    """The `Config` with these values, by dotted names; others have their defaults."""
     kind = config_class(values["task"])
     defaults = {name: field.default for name, field in fields.table(kind).items()}
-    return fields.build(kind, defaults | flat(values))
+    return fields.build(kind, defaults | values)
 
 
 def validate(config: ConfigDict) -> None:

@@ -1,6 +1,7 @@
 """A config's step compiled for devices that are not here: ``train.py --check --on v5e:4x4``.
 
-XLA compiles for devices that are only described to it. Nothing runs: a schedule is not a run.
+XLA can compile for devices that are not here. Nothing runs: the result is a schedule, not a
+  measurement.
 """
 
 import contextlib
@@ -60,12 +61,12 @@ H100_BANDWIDTH, H100_FLOPS = 3.35e12, 600e12  # bytes, and products of bfloat16,
 
 
 class Target(NamedTuple):
-    """Devices that are only described.
+    """Devices that are described to XLA, and need not be here.
 
     name: the value of ``--on``.
     by_process: the devices of each process.
     memory: bytes of a device.
-    clock: cycles per second of a TPU; None: a GPU, of which XLA estimates no cycles.
+    clock: cycles per second of a TPU; None: a GPU, for which XLA estimates no cycles.
     """
 
     name: str
@@ -189,13 +190,13 @@ def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = N
 
     Args:
       config: of the run.
-      schedule: likewise.
+      schedule: of the run.
       on: the devices.
-      rnd: of the schedule, modulo its period; None: one in which most is sent between hosts.
+      rnd: of the schedule, modulo its period; None: the one that sends the most between hosts.
 
     Raises:
       ConfigError, DataError: the config or its data cannot be used.
-      jax.errors.JaxRuntimeError: as XLA words it, also where the program does not fit a TPU.
+      jax.errors.JaxRuntimeError: XLA's own message, for example if the program does not fit a TPU.
     """
 
     def described(tree: PyTree, sharding: Callable[[tuple[int, ...]], object]):
@@ -241,7 +242,7 @@ def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = N
 
 
 def check_on(config: Config, text: str) -> list[str]:
-    """What a run of the config would take on the devices that ``--on`` names, in ten lines.
+    """What a run of the config would need on the devices that ``--on`` names, in ten lines.
 
     Raises:
       ConfigError: it cannot run there, or does not fit; the sentence says what to change.

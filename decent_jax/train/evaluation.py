@@ -185,7 +185,7 @@ def _averages(sums: dict[str, PyTree]) -> dict[str, PyTree]:
 
 
 def local(tree: PyTree) -> PyTree:
-    """Replicated arrays as host arrays; random keys, which NumPy has not got, as they are."""
+    """Replicated arrays as host arrays; random keys, which NumPy lacks, unchanged."""
 
     def on_host(x: jax.Array):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

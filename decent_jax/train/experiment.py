@@ -169,7 +169,7 @@ def check_data(
     Args:
       config: of the run.
       facts: see `facts_of`.
-      others: those of the other.
+      others: those of the other session or process.
       here: when or where ``facts`` were found.
       there: the same of ``others``.
     """

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import RequiredValueError
 
 from decent_jax.ground import fields
 from decent_jax.ground.command_line import CONFIGS, Parser
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import flat
 from decent_jax.train import config as config_lib
 from decent_jax.train.config import table_of
 
@@ -96,9 +94,9 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
 
 def _shown(config: ConfigDict) -> str:
     """Every field with its value and its text in docs/config.md, one per line."""
-    table = table_of(config)
+    values, table = config_lib.values_of(config), table_of(config)
     lines: list[str] = []
-    for name, value in flat(config).items():
+    for name, value in values.items():
         field = table.get(name)
         words = [] if field is None else [field.doc, field.aside() and f"({field.aside()})"]
         line = f"{name} = {shown(value) if isinstance(value, int) else repr(value)}"
@@ -138,12 +136,6 @@ def load(path_and_arguments: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigError(f"{path}: get_config() must return a ConfigDict, got a {kind}")
-    try:
-        flat(config)
-        with config.ignore_type():  # as an override does
-            pass
-    except (RequiredValueError, RecursionError) as error:  # a placeholder; infinitely nested
-        raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from None
     return config
 
 
@@ -156,8 +148,8 @@ def override_all(config: ConfigDict, arguments: list[str]) -> ConfigDict:
 
 def override(config: ConfigDict, name: str, text: str) -> None:
     """Set the field with the dotted ``name`` to ``text``, parsed as the field's type."""
-    table = table_of(config)
-    if name not in table or name not in flat(config):
+    values, table = config_lib.values_of(config), table_of(config)
+    if name not in table or name not in values:
         raise ConfigError(fields.unknown_field(name, table), field=name, value=text)
     with config.ignore_type():
         config.update_from_flattened_dict({name: fields.parse(table[name], name, text)})

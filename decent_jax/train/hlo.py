@@ -1,7 +1,7 @@
 """Kernels and messages of a compiled program, in the order in which XLA has scheduled them.
 
-XLA prints the entry computation of a scheduled program in this order. A form that this reader does
-not know is an error: a message that it overlooked would count as hidden.
+XLA prints the entry computation of a scheduled program in this order. Unknown syntax is an error,
+because an overlooked message would count as hidden.
 """
 
 import collections
@@ -57,7 +57,7 @@ def entry(text: str) -> list[Instruction]:
     """The instructions of ``compiled.as_text()``, in the order in which they are started.
 
     Raises:
-      ValueError: for a form that is not known, in which a message could hide.
+      ValueError: unknown syntax, which might contain a message.
     """
     computations = _computations(text)
     shapes: dict[str, str] = {}
@@ -177,7 +177,7 @@ class Window(NamedTuple):
 
 
 def windows(instructions: list[Instruction]) -> list[Window]:
-    """The messages of the entry computation; those in loops are not among them.
+    """The messages of the entry computation, without those in loops.
 
     Raises:
       ValueError: an end without a start.
@@ -225,9 +225,9 @@ HIDDEN = 0.5  # of the gradient's time
 
 
 class Overlap(NamedTuple):
-    """How much of the gradient runs beside the messages, all as shares of its time.
+    """How much of the gradient overlaps the messages; all are shares of its time.
 
-    Where a round has permutes, only they are on the links between nodes, and only they count.
+    If a round has permutes, only these use the links between nodes, and only they count.
     """
 
     first: float  # over when the first message starts
@@ -238,7 +238,7 @@ class Overlap(NamedTuple):
 
 
 def overlap(instructions: list[Instruction], time: Callable[[Instruction], float]) -> Overlap:
-    """How the messages lie beside the gradient.
+    """How the messages overlap the gradient.
 
     Args:
       instructions: of `entry`.

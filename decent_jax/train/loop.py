@@ -79,13 +79,13 @@ class Runner(Observed, Protocol):
 def train(
     runner: Runner, work: Workdir, *, clock: Clock | None = None, signals: Signals | None = None
 ) -> Json:
-    """Train from the newest checkpoint, or from the beginning, to the end; the summary.
+    """Train from the newest checkpoint, or from the beginning, to the end; returns the summary.
 
     Args:
       runner: makes the steps.
       work: the run directory.
-      clock: of the run; a test has its own.
-      signals: that end it, polled after each step; likewise.
+      clock: of the run; tests pass their own.
+      signals: that end it, polled after each step; tests pass their own.
 
     Raises:
       TrainingFailed, CheckpointError, Interrupted: see `decent_jax.train.run`.
@@ -133,9 +133,7 @@ def train(
             except DataError as error:  # such as a truncated photograph
                 give_up(error, rows, saver, work, signals)
             saver.act(rows.done)
-            wait = "waiting until the checkpoint is written"
-            with clock.of("checkpoints"), console.announce(wait):
-                saver.checkpoints.wait()
+            saver.wait(console)
         with clock.of("evaluation"):
             return runner.finish(rows.done, saver, clock)
 
@@ -165,8 +163,8 @@ def make_steps(
 ) -> None:
     """Make the steps up to ``steps``, or until a signal, and between them whatever falls due.
 
-    Every process makes the same steps, and the same observers act in it: what only one of them
-    knows (the time, a signal) is agreed on first.
+    Every process makes the same steps with the same observers: the processes first agree on what
+      only one of them knows (the time, a signal).
     """
     while (before := rows.done) < steps:
         metrics = runner.step(before, next_due(runner.experiment, before, steps))
@@ -205,7 +203,7 @@ def next_due(experiment: Experiment, done: int, steps: int) -> int:
 def give_up(
     error: DataError, rows: Rows, saver: Saver, work: Workdir, signals: Signals
 ) -> NoReturn:
-    """End a run whose data cannot be used, behind the steps that it has made."""
+    """End a run whose data cannot be used, after the steps that it has made."""
     rows.settle()
     next_time = f"once fixed, {what_next(saver.checkpoints.workdir)}"
     if jax.process_count() == 1:  # otherwise the others are in the next step
@@ -219,14 +217,12 @@ def give_up(
 
 def stop(rows: Rows, saver: Saver, work: Workdir, signals: Signals) -> NoReturn:
     """Exit after a signal, once the checkpoint has been written."""
-    clock = rows.clock
-    with clock.of("checkpoints"):
-        saver.checkpoints.wait()
+    saver.wait(work.console)
     work.record.summary(
         steps=rows.done,
         interrupted=True,
-        training_seconds=round(clock.seconds, 3),
-        goodput=goodput.summary(clock),
+        training_seconds=round(rows.clock.seconds, 3),
+        goodput=goodput.summary(rows.clock),
     )
     raise Interrupted(
         f"interrupted after step {rows.done}; a checkpoint is saved, the same command resumes",

@@ -17,8 +17,8 @@ class Observer(Protocol):
     """Something that falls due between two steps; the same in all processes.
 
     Attributes:
-      waits: whether the steps must have ended before it acts, and not only their row, if they end
-        one, be written.
+      waits: whether it acts only once the steps have ended; otherwise it waits for their row alone,
+        if they end one.
     """
 
     waits: bool

@@ -1,7 +1,7 @@
 """Training records that stay on the devices; then several steps can be one program.
 
-Nothing runs on the host between the steps of a program, which matters where a step takes less than
-some milliseconds.
+Nothing runs on the host between the steps of a program, which matters if a step takes less than a
+few milliseconds.
 """
 
 import copy

@@ -69,8 +69,8 @@ def passed(every: int, before: int, done: int) -> bool:
 class Rows:
     """Waits for the steps, one step late; writes their rows, shows them, reports problems.
 
-    The steps that `add` takes are awaited, and their row is written, by the next `add`, so that the
-    devices have work meanwhile; or before, by `settle`.
+    The next `add` waits for the steps of the previous one and writes their row, so that the devices
+    have work meanwhile; `settle` does so earlier.
 
     Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
     row; the learning rate, the skipped updates and the consensus distance are those of its last
@@ -85,7 +85,7 @@ class Rows:
       what_next: ``()`` to a description of what the same command would do.
 
     Attributes:
-      clock, writer: likewise.
+      clock, writer: as above.
       done: steps of the run, also those that are still computing.
       step_s: seconds of a step, in the last row.
       too_far: whether the row of the last steps shows that replicas are past

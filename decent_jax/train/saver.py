@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: when one is due, and what it says besides the state."""
+"""The checkpoints of a run on disk: when one is due, and what it contains besides the state."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from decent_jax.train.rows import Observed, Rows, passed
 class Saver:
     """Saves checkpoints with their metadata; a context that waits until all are written.
 
-    After `begin` it is an `decent_jax.train.observers.Observer`.
+    After `begin` it is a `decent_jax.train.observers.Observer`.
 
     Attributes:
       checkpoints: on disk.
@@ -50,7 +50,7 @@ class Saver:
         """Continue from the checkpoint with this ``meta``.
 
         Raises:
-          ConfigError: the data are not those of its training.
+          ConfigError: the data differ from those of the checkpoint.
         """
         before = meta.get("data", self._data)
         step = f"before step {meta['step']}"
@@ -123,6 +123,12 @@ class Saver:
         with self._clock.of("checkpoints"):
             self.save(done, self._runner.state, self._clock.seconds, self._rows.begun())
         self._saved_at, self.agreed = self._clock.now(), False
+
+    def wait(self, console: Console) -> None:
+        """Wait until the last checkpoint is written; CheckpointError if it could not be."""
+        announced = console.announce("waiting until the checkpoint is written")
+        with self._clock.of("checkpoints"), announced:
+            self.checkpoints.wait()
 
     def what_next(self) -> str:
         """See `decent_jax.checkpoints.on_disk.what_next`, once the newest checkpoint is written."""

@@ -11,8 +11,8 @@ from importlib.metadata import entry_points
 from decent_jax.checkpoints import Checkpoint, Recovery
 from decent_jax.cluster.start import Cluster
 from decent_jax.gossip import codecs
-from decent_jax.ground.fields import changeable, section, setting
-from decent_jax.ground.json_files import Json, flat
+from decent_jax.ground.fields import changeable, section, setting, table, value_of
+from decent_jax.ground.json_files import Json
 from decent_jax.monitor.metrics_file import Log
 from decent_jax.monitor.step_trace import Profile
 from decent_jax.optim import METHODS
@@ -147,4 +147,4 @@ class Config(TaskConfig):
     @property
     def by_name(self) -> Json:
         """Every field, by its dotted name."""
-        return flat(self)
+        return {name: value_of(self, name) for name in table(type(self))}

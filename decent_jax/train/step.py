@@ -73,11 +73,11 @@ def init_state(
         return placement.place_all(rest_of(*drawn))
 
     @jax.jit
-    def given(params: PyTree):
+    def from_loaded(params: PyTree):
         _, model_state = replicas.create(task.init, n, key)
         return placement.place_all(rest_of(replicas.broadcast(params, n), model_state))
 
-    return drawn() if loaded is None else given(jax.device_put(loaded, placement.replicated))
+    return drawn() if loaded is None else from_loaded(jax.device_put(loaded, placement.replicated))
 
 
 def gradient(
@@ -135,14 +135,14 @@ def _check_kept(before: PyTree, after: PyTree) -> None:
 
     def kinds(tree: PyTree) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path({"model_state": tree})
-        found = (
+        arrays = (
             (jax.tree_util.keystr(path), jnp.shape(x), jnp.result_type(x)) for path, x in leaves
         )
-        return {name: f"{dtype} of shape {shape}" for name, shape, dtype in found}
+        return {name: f"{dtype} of shape {shape}" for name, shape, dtype in arrays}
 
-    given, returned = kinds(before), kinds(after)
-    for name in given | returned:
-        was, is_now = given.get(name, "missing"), returned.get(name, "missing")
+    passed, returned = kinds(before), kinds(after)
+    for name in passed | returned:
+        was, is_now = passed.get(name, "missing"), returned.get(name, "missing")
         if was != is_now:
             raise ConfigError(
                 f"the task's loss returns {name} as {is_now}, and was given {was}; a model state "
@@ -244,7 +244,7 @@ class DeviceStep(NamedTuple):
 
     @property
     def delayed(self) -> DelayedStep | None:
-        """The messages of a method of which each overlaps several steps."""
+        """The messages of a method, if each overlaps several steps."""
         if self.tx.delayed is None:
             return None
         return DelayedStep(self.tx.delayed, self.schedule, self.placement, self.task.mixes_state)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import platform
 import re
@@ -19,7 +18,7 @@ import jax
 from decent_jax.cluster import start, watch
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import extras, json_files
-from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import name_all, shorten
 from decent_jax.ground.json_files import Json
 from decent_jax.ground.run_folder import LOCK, METRICS, START, read_metrics
@@ -193,8 +192,8 @@ def check_config(path: Path, config: Config) -> None:
     if not saved.exists():
         return
     try:
-        old = json_files.flat(json.loads(json_files.read_text(saved)))
-    except (OSError, ValueError, AttributeError, RecursionError):
+        old = json_files.read_entries(saved)
+    except (OSError, DataError):
         raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
     changes = config_lib.refused_changes(old, config.by_name)
     if changes:

@@ -30,7 +30,7 @@ def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
             config.model.context = 8
         config_lib.validate(config)
         for name, value in piece.changes:
-            assert config_lib.flat(config)[name] == value
+            assert config_lib.values_of(config)[name] == value
 
 
 # --- The pages have the numbers of the records ----------------------------------------------------

@@ -24,7 +24,6 @@ from decent_jax.checkpoints.executables import ExecutableCache, open_cache
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.format import format_bytes
-from decent_jax.ground.json_files import flat
 from decent_jax.monitor.goodput import Clock
 from decent_jax.train import config as config_lib
 from decent_jax.train import loop, saved_model, stepper
@@ -175,7 +174,7 @@ def test_programs_stay_the_same_when_process_0_gets_another_port(tmp_path, super
 
     def get(port, compiled):
         config = configured(cluster={"coordinator": f"localhost:{port}"})
-        return open_cache(flat(config), tmp_path, placement).get("twice", compiled)
+        return open_cache(parse(config).by_name, tmp_path, placement).get("twice", compiled)
 
     get(9876, jax.jit(lambda x: 2 * x).lower(1.0).compile)
     assert get(9877, lambda: pytest.fail("compiled again"))(1.0) == 2

@@ -14,7 +14,6 @@ from several import cluster_flags, free_port, said, slurm
 
 from decent_jax.cluster import preflight, rendezvous
 from decent_jax.commands import preflight as command
-from decent_jax.ground import json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.planner import __main__ as planner
 from decent_jax.planner import network
@@ -107,7 +106,7 @@ def test_processes_that_differ(capsys, tmp_path):
     """The command is process 0, a thread is process 1, which has another optax."""
     port, received = free_port(), []
     _, config = command._parse(cluster_flags(port, 2, 1))
-    description = rendezvous.describe(json_files.flat(config)) | {"optax": "5"}
+    description = rendezvous.describe(config.by_name) | {"optax": "5"}
 
     def process_1():
         with pytest.raises(ConfigError) as refusal:

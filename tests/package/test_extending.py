@@ -248,7 +248,7 @@ def test_a_task_of_another_package(outside, tmp_path, capsys):
 
 
 def test_a_task_says_what_may_change(outside):
-    old = config_lib.flat(line_config(outside))
+    old = config_lib.values_of(line_config(outside))
     assert config_lib.refused_changes(old, old | {"data.shown": 2, "data.prefetch": 0}) == []
     assert config_lib.refused_changes(old, old | {"data.points": 8}) == ["data.points: 64 -> 8"]
 

@@ -1,7 +1,6 @@
 """What `train.py` does with peers that leave, die or give no answer; nothing runs on Ray."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -163,7 +162,7 @@ def test_a_peer_opens_the_data_of_train_py_or_none(tmp_path):
     config = parse(config_of())
     with peer_run.open_run(config, tmp_path) as (experiment, _):
         facts = facts_of(config, experiment.task)
-    place = peer_run.Place(dataclasses.asdict(config), str(tmp_path), 3, 1, 5, 4)
+    place = peer_run.Place(config, str(tmp_path), 3, 1, 5, 4)
     with peer_run.open_peer(place._replace(data=facts)):
         pass
     for other in (facts | {"the validation data": "9 records"}, facts | {"more": "x"}, {}):
@@ -444,7 +443,7 @@ def test_peers_compile_the_program_that_train_py_has_compiled(tmp_path):
         late = changed(config, **{"peers.start_s": 1e-9})
         with refused("peers.start_s", 1e-9):
             compile_step(late, experiment, work)
-    place = peer_run.Place(dataclasses.asdict(config), str(tmp_path), 3, 1, 5, 4)
+    place = peer_run.Place(config, str(tmp_path), 3, 1, 5, 4)
     with peer_run.open_peer(place) as (experiment, _):
         assert lowered(experiment) == whole
 

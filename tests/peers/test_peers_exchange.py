@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 
 from decent_jax.ground import connections
-from decent_jax.peers import FORMATS
+from decent_jax.peers import FORMATS, Peers
 from decent_jax.peers.exchange import Answerer, Asker, ask_state
 from decent_jax.peers.protocol import Averager, Format, JoinState
 
 NOWHERE, SECRET = ("127.0.0.1", 9), b"0123456789abcdef"
-CONFIG = {"exchange_s": 30.0, "silent_s": 5.0}
 
 
 class Talker:
     """A peer that averages and does not train; it publishes before every request."""
 
     def __init__(self, name, form="float32", **config):
-        self.config = CONFIG | config
+        self.config = Peers(**{"exchange_s": 30.0, "silent_s": 5.0} | config)
         self.now, self.willing, self.state = 0.0, True, None
-        self.averager = Averager(name, Format(form), self.config["exchange_s"], 1e9)
+        self.averager = Averager(name, Format(form), self.config.exchange_s, 1e9)
         seed = int(name[0])
         # Copies close enough for the first lattice, and of several shapes.
         self.copy = [
@@ -32,7 +31,7 @@ class Talker:
         self.averager.publish(self.copy, 0)
         self.asker = Asker(self.averager, SECRET, self.config, clock=lambda: self.now)
         self.answerer = Answerer(
-            self.averager, self.config["exchange_s"], lambda: self.willing, lambda: self.state
+            self.averager, self.config.exchange_s, lambda: self.willing, lambda: self.state
         )
 
     def listen(self, serve=None):

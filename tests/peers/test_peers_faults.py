@@ -6,7 +6,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from test_peers_joining import REPORT, members
 from test_peers_law import (
     PACES,
@@ -23,6 +22,7 @@ from decent_jax.peers.exchange import BROKEN
 from decent_jax.peers.membership import MembershipClient, Reporter
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.step_boundary import NotJoined
+from decent_jax.train.config import changed
 
 NOWHERE, SECRET = ("127.0.0.1", 9), b"secret"
 BOTH = [("0.0", NOWHERE), ("1.0", NOWHERE)]
@@ -40,8 +40,8 @@ class Near:
 
 def reporter_of(peer, membership, **peers):
     """The reports of a peer, which go to the object ``membership``."""
-    own = peer.place.config["peers"] | peers
-    place = peer.place._replace(config=peer.place.config | {"peers": own})
+    own = {f"peers.{name}": value for name, value in peers.items()}
+    place = peer.place._replace(config=changed(peer.place.config, **own))
     peer.boundary.ready = True
     leave = lambda how: setattr(peer.boundary, "leaving", how)  # noqa: E731
     return Reporter(place, NOWHERE, Near(membership), peer.boundary, peer.common, leave)
@@ -57,7 +57,7 @@ def test_a_report_does_not_wait_for_the_device(in_process):
 
 def test_a_row_has_what_peers_reported_and_the_mean_loss_since_the_row_before(in_process):
     """As in any other run; a peer that made no step since then does not count."""
-    aggregate = Aggregate(ConfigDict(in_process.place.config), in_process.experiment)
+    aggregate = Aggregate(in_process.place.config, in_process.experiment)
 
     def row(*losses):
         peers = [

@@ -21,6 +21,7 @@ from decent_jax.peers.__main__ import main
 from decent_jax.peers.peer_run import CommonProgress, Place, Stream, open_peer
 from decent_jax.peers.protocol import Averager, Format
 from decent_jax.peers.step_boundary import StepBoundary, number, on_host
+from decent_jax.train.config import parse
 from decent_jax.train.step import make_step
 from decent_jax.train.stepper import init
 
@@ -32,9 +33,9 @@ class InProcess:
     """A peer without Ray."""
 
     def __init__(self, place, experiment, steps, clock=time.monotonic):
-        n = place.config["num_replicas"]
+        n = place.config.num_replicas
         self.place, self.experiment = place, experiment
-        self.averager = Averager(place.name, Format(place.config["peers"]["codec"]), 1e9, 1e9)
+        self.averager = Averager(place.name, Format(place.config.peers.codec), 1e9, 1e9)
         self.averager.update_members({f"{rank}.0": ("127.0.0.1", 9) for rank in range(n)})
         self.common = CommonProgress(n, steps)
         self.jobs = queue.SimpleQueue()
@@ -48,7 +49,7 @@ class InProcess:
         self.moved = np.zeros(SIZE)  # by its own steps
         self.batches = loader.train_batches(
             experiment.task.train_source,
-            seed=place.config["seed"],
+            seed=place.config.seed,
             num_replicas=1,
             batch_size=BATCH,
             prefetch=0,
@@ -119,7 +120,7 @@ def train_in_process(workdir, form, steps, algorithm="swarm"):
     with contextlib.ExitStack() as stack:
         peers = []
         for rank in range(len(PACES)):
-            place = Place(config.to_dict(), str(workdir), rank, 0, None, len(PACES))
+            place = Place(parse(config), str(workdir), rank, 0, None, len(PACES))
             experiment, _ = stack.enter_context(open_peer(place))
             peers.append(InProcess(place, experiment, steps))
             stack.enter_context(peers[-1].batches)
@@ -217,7 +218,7 @@ def alone(tmp_path, mix_every=1, start=None, **peers):
     config = config_of()
     config.mix_every = mix_every
     config.peers.update(peers)
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, start, len(PACES))
+    place = Place(parse(config), str(tmp_path), 0, 0, start, len(PACES))
     with open_peer(place) as (experiment, _):
         peer = InProcess(place, experiment, 8, clock=lambda: peer.now)
         yield peer

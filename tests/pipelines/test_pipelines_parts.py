@@ -1,6 +1,5 @@
 """Parts of pipelines: messages, workers, links, and what is refused."""
 
-import dataclasses
 import os
 import shutil
 import time
@@ -258,7 +257,7 @@ def test_a_worker_with_other_data_is_refused_before_it_has_a_state(
     config = parse(config_of("data", 2, model={"layers": 2}))
     with open_run(config, tmp_path / "run") as (run, *_, counts):
         facts = experiment.facts_of(config, run.task)
-    spec = worker.WorkerSpec(dataclasses.asdict(config), str(tmp_path / "run"), 0, 1, counts)
+    spec = worker.WorkerSpec(config, str(tmp_path / "run"), 0, 1, counts)
     monkeypatch.setattr(worker, "Stage", lambda *_: "a stage")
     assert worker.open_stage(spec, facts) == "a stage"
     for name in facts:

@@ -81,6 +81,12 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
             "from ml_collections import ConfigDict as C\ndef get_config(): return C({'steps': 3})",
             "the config has no field '.*'; start from default_config",
         ),
+        (MADE.format("c.unlock(); c.log = c"), "the config contains itself"),
+        (
+            "from ml_collections.config_dict import required_placeholder as p\n"
+            + MADE.format("c.unlock(); c.steps = p(int)"),
+            "the config has a placeholder",
+        ),
     ],
 )
 def test_a_config_file_that_does_not_work(call, tmp_path, source, message):

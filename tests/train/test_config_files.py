@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from decent_jax.ground.command_line import CONFIGS
-from decent_jax.ground.json_files import flat
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
@@ -14,7 +13,7 @@ RESOLVED = Path(__file__).parents[1] / "data" / "configs"
 
 
 def resolved(name):
-    return flat(config_lib.parse(flags.load(name)))
+    return config_lib.parse(flags.load(name)).by_name
 
 
 @pytest.mark.parametrize("name", CONFIGS)

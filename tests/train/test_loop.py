@@ -204,7 +204,7 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     """Four peers make three steps of the run together: twelve, less what the others have made."""
     config = tiny.waves(algorithm="swarm", trainer="peers", steps=3, log={"every": 5})
     config.optimizer.name = "sgd"
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4, all_steps=others)
+    place = Place(parse(config), str(tmp_path), 0, 0, None, 4, all_steps=others)
     averager = Averager(place.name, Format("float32"), 1.0, 1.0)
     with open_peer(place) as (experiment, work):
         jobs = queue.SimpleQueue()
@@ -223,7 +223,10 @@ def test_random_numbers_of_a_peer_are_those_of_its_stream_alone(tmp_path):
     """Not those of another stream, however far apart, nor of the next one 2**20 steps earlier."""
     config = tiny.waves(algorithm="swarm", trainer="peers", model={"dropout": 0.5})
     config.optimizer.name = "sgd"
-    with open_peer(Place(config.to_dict(), str(tmp_path), 0, 0, None, 4)) as (experiment, _):
+    with open_peer(Place(parse(config), str(tmp_path), 0, 0, None, 4)) as (
+        experiment,
+        _,
+    ):
         step = make_step(
             experiment.config,
             experiment.task,
@@ -294,7 +297,10 @@ def test_only_a_peers_own_batch_must_fit_into_its_memory(tmp_path, monkeypatch):
     config.optimizer.name, config.data.prefetch = "sgd", 1
     needed = []
     monkeypatch.setattr(machine, "check_memory", lambda size, what: needed.append((size, what)))
-    with open_peer(Place(config.to_dict(), str(tmp_path), 0, 0, None, 4)) as (experiment, _):
+    with open_peer(Place(parse(config), str(tmp_path), 0, 0, None, 4)) as (
+        experiment,
+        _,
+    ):
         assert experiment.config.batch_size == 100
     assert [size for size, what in needed if "batch_size" in what] == [2 * 100 * 8]
 

@@ -53,10 +53,10 @@ def unpack_record(record: bytes) -> tuple[bytes, int, str]:
 class PreparedImages:
     """A split of a prepared folder, a storage of `image_folder.ImageFiles`.
 
-    Pickling keeps the path alone, and each process opens shards when it first reads from them.
+    Pickling keeps only the path, and each process opens shards when it first reads from them.
 
     Raises:
-      DataError: the manifest or a shard is missing, or a shard has another size than it should.
+      DataError: the manifest or a shard is missing, or a shard has the wrong size.
     """
 
     layout = "prepared"

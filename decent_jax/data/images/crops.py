@@ -4,7 +4,7 @@ Both decode no more than they need: libjpeg-turbo decodes at the smallest of 1/1
 of the size that still gives the crop as many pixels as wanted, and one bilinear resize does the
 rest. The resize has no antialiasing, as in the reference's runs: it samples, and does not average,
 a crop that is up to twice as large as wanted. (Pillow's bilinear filter averages: pixels differ by
-1.8 of 255 in the mean.)
+1.8 of 255 on average.)
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class TrainImages:
         return Mirrored(*record) if mirrored else record
 
     def of_epoch(self, index: int, epoch: int) -> int:
-        """The number of the record as it is seen in this epoch."""
+        """The number of the record to read in this epoch."""
         mirrored = self._half is not None and not (epoch - self._half[index]) % 2
         return index + mirrored * len(self)
 
@@ -128,9 +128,9 @@ class EvalImages:
 
 
 def random_box(random: np.random.Generator, height: int, width: int) -> Box:
-    """A random part of the picture: a share `AREA`, a `RATIO` uniform in its logarithm, anywhere.
+    """A random part of the picture, with a share of the area in `AREA` and a log-uniform `RATIO`.
 
-    If ten draws do not fit into the picture, the largest centred part of an allowed ratio
+    If ten draws do not fit into the picture, it is the largest centred part of an allowed ratio
     (torchvision's RandomResizedCrop; Szegedy et al., 2015).
     """
     low, high = np.log(RATIO)

@@ -123,8 +123,8 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 def whole_images(path: str | Path, split: str) -> ImageFiles:
     """`open_images` without the broken pictures of class folders, as `prepare` leaves them out.
 
-    Decodes only files that do not begin and end as a JPEG or PNG does: it finds pictures that are
-    empty, cut short or of another kind, not all damage inside. A prepared folder is whole.
+    It decodes only files that do not begin and end like a JPEG or PNG, so it finds files that are
+    empty, truncated or of another type, but not all damage inside. Prepared folders are complete.
 
     Raises:
       DataError: as `open_images`, or more than a tenth of the pictures are broken.
@@ -268,9 +268,9 @@ class _Files:
 
     layout = "class folders"
 
-    def __init__(self, place: str, split: str, class_names, found, left_out, table: bool):
+    def __init__(self, place: str, split: str, class_names, members_of, left_out, table: bool):
         self.class_names, self.left_out = tuple(class_names), left_out
-        members = [found.get(name, []) for name in class_names]
+        members = [members_of.get(name, []) for name in class_names]
         self.labels = np.repeat(np.arange(len(members)), list(map(len, members)))
         self._place, self._split, self._table = place, split, table
         # as Python strings, ImageNet's would take 100 MB

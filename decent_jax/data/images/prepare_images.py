@@ -46,14 +46,14 @@ def prepare(
       source: the folder with the images.
       out: the folder to make.
       workers: processes; None means one per core, and only this one for a few images.
-      overwrite: replace a folder that an earlier call made, once the new one is whole.
+      overwrite: replace a folder that an earlier call made, once the new one is complete.
       progress: show a progress bar on stderr.
 
     Returns:
-      The manifest: class names, and of each split images, bytes, broken images and shards.
+      The manifest: class names, and for each split the images, bytes, broken images and shards.
 
     Raises:
-      DataError: the arguments or the data are wrong; one sentence.
+      DataError: the arguments or the data are wrong; the message is one sentence.
       OSError: the output cannot be written, for instance because the disk is full.
     """
     images = {split: _open_source(source, split) for split in SPLITS}

@@ -47,7 +47,7 @@ _READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(PACKED[1:])
 class DocumentSource:
     """One file.
 
-    `name` is its name in the manifest: no machine's path, the same on every machine.
+    `name` is its name in the manifest, which is the same on every machine.
     """
 
     path: Path

@@ -52,22 +52,22 @@ def prepare(
       inputs: files and folders.
       out: the folder to make.
       tokenizer: `"gpt2"`, `"bytes"`, `"chars"`, or the path of a tokenizer.json of Hugging Face.
-      tokenizer_path: of `"chars"` a prepared folder, whose characters are used; None takes those of
+      tokenizer_path: for `"chars"`, a prepared folder whose characters to use; None: those of
         `inputs`.
-      end_of_text: the token of a tokenizer.json that ends a document, where it is not plain.
+      end_of_text: the token of a tokenizer.json that ends a document, if it is ambiguous.
       val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
         file, which is one document, its last part.
       val_inputs: files and folders for `val.bin`; `val_fraction` is then ignored.
       text_field: the JSON field or parquet column with the text.
       workers: processes; None means one per core, and only this one for a few megabytes.
-      overwrite: replace a folder that an earlier call made, once the new one is whole.
+      overwrite: replace a folder that an earlier call made, once the new one is complete.
       progress: show a progress bar on stderr.
 
     Returns:
       The manifest: documents, tokens and hashes of each split, names of the inputs, tokenizer.
 
     Raises:
-      DataError: the arguments or the data are wrong; one sentence.
+      DataError: the arguments or the data are wrong; the message is one sentence.
       OSError: the output cannot be written, for instance because the disk is full.
     """
     if not 0 < val_fraction < 1:
@@ -119,14 +119,14 @@ def _of_characters(sources: list[DocumentSource], field: str) -> Tokenizer:
 
 
 def _of_given(held_out: list[DocumentSource]) -> Callable:
-    """Function that says which part of a document belongs to which split: by its source.
+    """Returns a function that assigns the parts of a document to splits, by its source.
 
     A training document that occurred in the validation set, which comes first, belongs to none.
     """
-    given, seen = set(held_out), set()
+    validation, seen = set(held_out), set()
 
     def split_of(source: DocumentSource, digest: bytes, ids: np.ndarray) -> dict[str, np.ndarray]:
-        if source in given:
+        if source in validation:
             seen.add(digest)
             return {"val": ids}
         return {} if digest in seen else {"train": ids}

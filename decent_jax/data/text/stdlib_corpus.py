@@ -46,7 +46,7 @@ def build(out_dir: str | Path) -> Json:
       documents.
 
     Raises:
-      DataError: `out_dir` is something else, or the interpreter comes without sources.
+      DataError: `out_dir` exists and is not such a folder, or the interpreter has no sources.
     """
     out = Path(os.path.abspath(out_dir))
     files = list(_source_files())

@@ -88,12 +88,12 @@ def sentences(split: str, *, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def build(out: str | Path) -> Json:
-    """The manifest of the quickstart's prepared folder ``out``, which this makes if necessary.
+    """The manifest of the quickstart's prepared folder ``out``, which is created if necessary.
 
-    Takes some seconds. Several processes may call it at the same time.
+    Takes a few seconds. Several processes may call it at the same time.
 
     Raises:
-      DataError: ``out`` is something else.
+      DataError: ``out`` exists and is not such a folder.
     """
     out = Path(os.path.abspath(out))
     return find_or_make(out, lambda: _found(out), lambda overwrite: _make(out, overwrite))
@@ -124,7 +124,7 @@ def write_files(folder: str | Path, *, train: int, val: int, test: int, seed: in
     """Writes ``train.en``, ``train.de`` and so on for `decent-jax prepare`; returns ``folder``.
 
     Args:
-      folder: where.
+      folder: to write to.
       train, val, test: numbers of distinct pairs.
       seed: chooses them.
     """

@@ -1,9 +1,9 @@
 """Batches of sentence pairs by tokens: pairs of similar length together, in a few static shapes.
 
-XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` makes a ladder of
-a given number of shapes, by the longer side of a pair, that pads as little as any. Every batch is a
-pure function of lengths, seed, step and replica, so resuming replays nothing and any process may
-ask for any batch.
+XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` chooses a given
+number of shapes, by the longer side of a pair, that minimize padding. Every batch is a pure
+function of lengths, seed, step and replica, so resuming replays nothing and any process may ask for
+any batch.
 
 >>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]
 >>> batches = TokenBatches(lengths, tokens=18, num_replicas=1, seed=0, shapes=2)

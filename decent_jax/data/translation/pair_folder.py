@@ -52,7 +52,7 @@ class TranslationPairs:
       lengths: (N, 2) uint16, the numbers of ids of source and target, without special ones.
 
     Raises:
-      DataError: no such folder or split, or a file that is not as long as the manifest says.
+      DataError: no such folder or split, or a file does not have the length in the manifest.
     """
 
     def __init__(self, folder: str | Path, split: str):
@@ -78,10 +78,10 @@ class TranslationPairs:
             return np.memmap(path, dtype, "r")
 
     def check(self) -> None:
-        """DataError where lengths and offsets do not say where the ids are, or an id is too large.
+        """DataError if lengths and offsets do not match the ids, or an id is too large.
 
-        Or where a sentence that is kept as text was changed, or is too long to translate. Reads all
-        of them once: a second for each gigabyte.
+        Also if a sentence that is kept as text was changed, or is too long to translate. Reads all
+        files once, in about a second per gigabyte.
         """
         lengths = self.lengths.sum(1, dtype=np.int64)
         ends = lengths.cumsum()

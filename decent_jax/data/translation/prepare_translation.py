@@ -68,21 +68,22 @@ def prepare(
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
     are spawned.
 
-    Training pairs are dropped when, normalized, a side is empty; both sides are the same text of
-    four words or more; the pair occurred before; or is one of `val` or `test`; a side has more than
-    156 subwords; or one side has more than twice the subwords of the other and 5. Pairs of a given
-    `val` and `test` are dropped only for an empty side; one of more than 1024 subwords is refused.
+    A training pair is dropped if, after normalization, a side is empty; both sides are the same
+    text of four or more words; the pair repeats an earlier one, or one of `val` or `test`; a side
+    has more than 156 subwords; or one side has more than twice the other's subwords plus 5. Pairs
+    of `val` and `test` are dropped only if a side is empty; one of more than 1024 subwords is
+    refused.
 
     Args:
       inputs: folders, prefixes of parallel files.
       out: the folder to make.
       source_lang, target_lang: as in the names of the files, such as `"en"` and `"de"`.
       val, test: prefixes; None takes those that an input folder holds.
-      val_fraction: share of the training pairs, chosen by a hash of the source sentence, to
-        validate with where there is no `val`.
-      vocab_size: ids of the joint vocabulary, with 4 special ones and 256 bytes.
+      val_fraction: share of the training pairs, chosen by a hash of the source sentence, to use for
+        validation if there is no `val`.
+      vocab_size: ids of the joint vocabulary, including 4 special ones and 256 bytes.
       workers: processes; None means one per core, and only this one for a few megabytes.
-      overwrite: replace a folder that an earlier call made, once the new one is whole.
+      overwrite: replace a folder that an earlier call made, once the new one is complete.
       progress: show progress bars on stderr.
 
     Returns:
@@ -90,7 +91,7 @@ def prepare(
       hash, and for each filter how many pairs it dropped.
 
     Raises:
-      DataError: the arguments or the data are wrong; one sentence.
+      DataError: the arguments or the data are wrong; the message is one sentence.
       OSError: the output cannot be written, for instance because the disk is full.
     """
     languages = source_lang, target_lang

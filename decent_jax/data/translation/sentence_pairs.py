@@ -1,8 +1,8 @@
 """Sentence pairs from parallel files.
 
-A source gives its pairs as blocks of undecoded lines, always the same. Only a line feed ends a
-line: web text is full of other characters that Python's text files take for a line end, and a
-single one shifts all pairs that follow.
+A source yields its pairs as blocks of undecoded lines, always the same blocks. Only a line feed
+ends a line: web text is full of other characters that Python's text files treat as line ends, and a
+  single one shifts all pairs that follow.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class PairSource:
     """Two files, line by line.
 
     Attributes:
-      name: its name in the manifest: no machine's path, the same on every machine.
+      name: its name in the manifest, which is the same on every machine.
       files: the source's and the target's.
       size: in bytes, for progress.
     """

@@ -56,9 +56,9 @@ def choco(
       seed: of the rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
       fraction: share of each array that ``"top_k"`` sends, in (0, 1].
-      gamma: consensus step size; smaller for a coarser C, diverges if too large. On a ring of 8
-        without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for
-        the top 10%, and 0.05 for the top 1%.
+      gamma: consensus step size; smaller for a coarser C, diverges if too large. Of 0.02, 0.05,
+        0.1, 0.2, 0.3 and 0.5, on a ring of 8 without gradients, 0.3 was the largest that converged
+        for the top 10%, and 0.05 for the top 1%.
 
     Raises:
       ValueError: a number out of range, or a schedule that changes or averages in groups.
