@@ -11,7 +11,7 @@ def used() -> bool:
 
 
 def swap_is_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
-    """Whether `swap` is faster than this ``ppermute``: the permutation pairs up all devices.
+    """Whether `swap` replaces this ``ppermute``: it is faster if all devices exchange in pairs.
 
     Args:
       pairs: (source, destination), as in ``jax.lax.ppermute``.

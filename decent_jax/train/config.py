@@ -110,7 +110,7 @@ def values_of(config: ConfigDict) -> Json:
     """The values of a config, by their dotted names.
 
     Raises:
-      ConfigError: one is missing, or a section contains itself.
+      ConfigError: a placeholder has no value, or a section contains itself.
     """
     try:
         return flat(config)

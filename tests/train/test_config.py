@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import tiny
+from ml_collections.config_dict import required_placeholder
 from refusals import refused
 
 import decent_jax
 from decent_jax import train
 from decent_jax.commands import main as command
 from decent_jax.ground import fields, json_files
+from decent_jax.ground.errors import ConfigError
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment, loop
 
@@ -251,6 +253,17 @@ def test_types_are_checked_in_a_config_made_by_hand(tiny_data):
             config.batch_size = value
         with refused("batch_size", value):
             config_lib.validate(config)
+
+
+def test_a_config_is_a_tree_of_values():
+    config = tiny.waves()
+    config.unlock()
+    config.steps = required_placeholder(int)
+    with pytest.raises(ConfigError, match="placeholder"):
+        config_lib.validate(config)
+    config.steps, config.log = 8, config
+    with pytest.raises(ConfigError, match="contains itself"):
+        config_lib.validate(config)
 
 
 def test_all_reduce_does_not_mind_the_schedule():
