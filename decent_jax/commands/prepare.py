@@ -1,7 +1,7 @@
 """Prepares data for training: `decent-jax prepare text|images|translation --help`.
 
-This module has the common parts: the arguments, one sentence per error, exit codes, Ctrl-C. Each
-kind is the module `decent_jax.data.KIND.prepare_KIND`, with a function `prepare` for scripts.
+This module has what all kinds share: arguments, error messages, exit codes, Ctrl-C. Each kind has a
+module `decent_jax.data.KIND.prepare_KIND`, whose function `prepare` scripts can call.
 """
 
 import importlib

@@ -5,7 +5,7 @@ and interpret nothing before that. Unauthenticated connections are limited in nu
 A message is a header (JSON) and arrays as raw buffers, so nothing is unpickled.
 
 Ray actors use them too: as arguments of concurrent calls to an actor, messages would share its link
-  and all arrive late, instead of the first one early.
+and all arrive late, instead of the first one early.
 """
 
 import contextlib

@@ -197,8 +197,8 @@ class BatchNorm(nnx.Module):
     """Batch norm (Ioffe and Szegedy, 2015) over all axes but the last, in float32.
 
     Flax's own layer rounds the running statistics to the activations' dtype in evaluation.
-    Variances are ``mean((x - mean)**2)`` over the batch, also the running ones; PyTorch's running
-    variances are larger by a factor of ``m / (m - 1)`` for ``m`` values per channel.
+    All variances, including the running ones, are ``mean((x - mean)**2)`` over the batch; PyTorch's
+    running variances are larger by a factor of ``m / (m - 1)`` for ``m`` values per channel.
     """
 
     def __init__(self, config: Config, channels: int, scale: float | None = 1.0):

@@ -83,8 +83,8 @@ class Membership:
     def admits(self, rank: int, generation: int, donor: str | None) -> bool:
         """Whether a peer may train with the state that it took from ``donor``; None: with its own.
 
-        Its own must be fresh, unless nobody trains whose state it could take. The donor's must be
-        that of a member; a donor that was silent may have sent an outdated one.
+        Its own state must be fresh, unless no other peer trains whose state it could take. A donor
+        must be a member, because a peer that was silent may have sent an outdated state.
         """
         with self._lock:
             entry = self._present(rank, generation)

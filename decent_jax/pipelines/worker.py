@@ -182,8 +182,9 @@ class Worker:
     def connect(self) -> None:
         """Exchange a number with the other replicas of the stage, once all workers are open.
 
-        gloo connects at the first exchange and waits at most 30 s for the slower process, which is
-        too short if that one compiles a large program meanwhile; this one compiles at once.
+        gloo connects at the first exchange and waits at most 30 s for the slower process. That is
+        too short while a process compiles a large program; the program of this exchange compiles at
+        once.
         """
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("open")

@@ -1,7 +1,7 @@
 """A config's step compiled for devices that are not here: ``train.py --check --on v5e:4x4``.
 
 XLA can compile for devices that are not here. Nothing runs: the result is a schedule, not a
-  measurement.
+measurement.
 """
 
 import contextlib

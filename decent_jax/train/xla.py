@@ -90,7 +90,7 @@ def _starts_early(fsdp: int, schedule: Schedule, tx: Method) -> bool:
 
 @functools.cache
 def known(name: str, value: object, device: jax.Device | None = None) -> bool:
-    """Whether this version of XLA has the option; they come and go.
+    """Whether this version of XLA has the option; versions add and remove options.
 
     Args:
       name, value: of the option.

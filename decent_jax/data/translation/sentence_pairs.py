@@ -2,7 +2,7 @@
 
 A source yields its pairs as blocks of undecoded lines, always the same blocks. Only a line feed
 ends a line: web text is full of other characters that Python's text files treat as line ends, and a
-  single one shifts all pairs that follow.
+single one shifts all pairs that follow.
 """
 
 import contextlib
