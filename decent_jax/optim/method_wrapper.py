@@ -33,14 +33,23 @@ class GuardedState(NamedTuple):
     inner: PyTree  # state of the local optimizer
     # shape=(), dtype=int32: updates so far, including the rejected ones
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    skipped: jax.Array  # shape=(), dtype=int32: rejected updates (optax: total_notfinite)
+    # shape=(), dtype=int32: updates rejected, or made without their non-finite numbers (optax:
+    # total_notfinite)
+    skipped: jax.Array
     failing: jax.Array  # shape=(), dtype=int32: consecutive ones (optax: notfinite_count)
     own: PyTree  # the method's own state, a NamedTuple; () for most
 
 
+class LocalState(NamedTuple):
+    """The local optimizer's state after an update."""
+
+    inner: PyTree
+    is_whole: jax.Array  # shape=(), dtype=bool: all numbers of the update are finite
+
+
 # Of a step: the new parameters, the method's own state, that of the local optimizer, whether the
 # update is accepted.
-Stepped = tuple[PyTree, PyTree, PyTree, jax.Array]
+Stepped = tuple[PyTree, PyTree, LocalState, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +80,16 @@ class Local:
         """() int32, the 0-based number of this update."""
         return self.state.count
 
-    def __call__(self, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+    def __call__(self, params: PyTree) -> tuple[PyTree, LocalState, jax.Array]:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
         costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
         smallest arrays of the update, which reveal a bad learning rate or moment even if one of
-        them is frozen. Other non-finite numbers become 0 one by one; Adam with ``eps`` above 0
-        has none if the norm of the gradient is finite. So mixing, moments, decay and check are one
-        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
-        times the bytes of the parameters in decentralized Adam, and needed one more copy of them
-        (`benchmarks/speed/programs.py`); so does counting those numbers (3.1 for 1.9 copies).
+        them is frozen. Other non-finite numbers become 0 one by one, so mixing, moments, decay and
+        this check are one pass, and whether there were any is known afterwards. Checking the whole
+        update first moved 18 instead of 10 times the bytes of the parameters in decentralized Adam,
+        and needed one more copy of all of them (`benchmarks/speed/programs.py`).
 
         Returns:
           The update, like ``params``; the new state of the local optimizer; and () bool, whether
@@ -99,7 +107,7 @@ class Local:
             return jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u))
 
         update = jax.tree.map(accepted, change)
-        return update, trees.select(ok, inner, old), ok
+        return update, LocalState(trees.select(ok, inner, old), trees.all_finite(change)), ok
 
 
 @contextlib.contextmanager
@@ -234,13 +242,13 @@ def method(
 
         which = None if axis_name is None else number
         local = Local(updates, value, mixed, active, state, optimizer, extra, which)
-        after, own_state, inner, ok = step(params, state.own, round, local)
+        after, own_state, (inner, is_whole), ok = step(params, state.own, round, local)
 
         def moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return new - trees.finite_or_zero(old)
 
         change = jax.tree.map(moved, after, params)
-        failed = ~ok & active
+        failed = ~(ok & is_whole) & active
         count, skipped = state.count + 1, state.skipped + jnp.where(failed, 1, 0)
         failing = jnp.where(failed, state.failing + 1, 0)
         return change, GuardedState(inner, count, skipped, failing, own_state)

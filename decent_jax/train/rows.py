@@ -247,16 +247,16 @@ class Rows:
             )
 
     def _look_at(self, done: int, failing: int, skipped: np.ndarray) -> None:
-        """Report skipped updates, and end a run that makes no progress.
+        """Report updates that were not finite, and end a run that makes no progress.
 
         ``failing`` counts consecutive steps without a finite update on any replica; ``skipped``,
-        (n,), the updates that each replica has rejected so far.
+        (n,), the updates of each replica that were not finite so far.
         """
         new, self._skipped = skipped - self._skipped, skipped
         if new.any():
             self._progress.note(
-                f"step {done}: {new.sum()} updates were not finite and were skipped (replica "
-                f"{new.argmax()} most); {skipped.sum()} since the start"
+                f"step {done}: {new.sum()} updates were not finite and were skipped in whole or in "
+                f"part (replica {new.argmax()} most); {skipped.sum()} since the start"
             )
         if failing >= self._config.max_failing_steps:
             raise TrainingFailed(
