@@ -158,6 +158,19 @@ def test_the_lines_say_what_a_step_takes(check_on):
     assert "hidden: 0 of" in said
 
 
+def test_products_for_which_xla_finds_no_tiles_without_a_gpu(check_on, monkeypatch):
+    compiled = jax.stages.Lowered.compile
+
+    def compile_as_for_gpus(lowered, options=None):
+        if options == {"xla_gpu_enable_triton_gemm": False}:
+            return compiled(lowered)
+        message = "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.350"
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_as_for_gpus)
+    assert "on 8 of 8 devices" in check_on(num_replicas=8, batch_size=16)[0]
+
+
 def test_devices_that_hold_several_replicas_or_a_part_of_one(check_on):
     assert "16 replicas, 2 on each, on 8 of 8" in check_on(num_replicas=16, batch_size=16)[0]
     assert "4 replicas, 1 on each, on 4 of 8" in check_on(num_replicas=4, batch_size=16)[0]
