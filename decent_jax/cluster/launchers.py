@@ -62,12 +62,12 @@ def shows_own_devices(launcher: str | None) -> bool:
 
 
 def check_unread(count: int) -> None:
-    """Raises ConfigError where another launcher has started this process with others.
+    """Raises ConfigError if a launcher that is not read here started this process with others.
 
-    Each of them would train alone.
+    Each process would train alone.
 
     Args:
-      count: processes that find each other by what is read.
+      count: processes that find each other through the variables that are read.
     """
     for name, variable in UNREAD.items():
         told = os.environ.get(variable, "")

@@ -133,11 +133,11 @@ class Membership:
     # --- Called by `train.py` ---------------------------------------------------------------------
 
     def add(self, rank: int, generation: int, fresh: int | None) -> None:
-        """A peer takes the rank.
+        """Give the rank to a new peer.
 
         Args:
-          fresh: it has a state of its own, which is fresh until others have made more steps of
-            common progress than this; None: it has none and must take that of another peer.
+          fresh: steps of common progress that others may make until the peer's own state counts as
+            outdated; None: it has no state and must take that of another peer.
         """
         with self._lock:
             steps = self._ranks[rank].steps if rank in self._ranks else 0

@@ -66,8 +66,8 @@ CONSTANT = LogNormal(0.0)  # every step takes the mean
 def max_nodes(distribution: LogNormal, slowness: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Values and weights with ``E f(max) = sum(weights * f(values))``, the maximum over n draws.
 
-    Gauss-Legendre in the probability where all factors are equal (error below 1e-6 of the mean for
-    smooth f); otherwise exactly that of `QUANTILES` equally probable values.
+    If all factors are equal, by Gauss-Legendre quadrature in the probability (error below 1e-6 of
+    the mean for smooth f); otherwise exact for `QUANTILES` equally probable values.
 
     Args:
       slowness: (n,) factors; draw i is multiplied by ``slowness[i]``.
