@@ -122,6 +122,32 @@ def test_the_type_of_ids_is_found(kind, data):
                 token_folder.check_vocab(path, 1)
 
 
+IDS = np.random.default_rng(0).integers(1, 65, 400)
+HEADER = np.zeros(256, "<i4")
+HEADER[:3] = 20240520, 1, len(IDS)
+NO_IDS = {
+    "uint16, big-endian": IDS.astype(">u2").tobytes(),
+    "uint32, big-endian": IDS.astype(">u4").tobytes(),
+    "int32 with padding": np.append(IDS, -1).astype("<i4").tobytes(),
+    "numpy's": b"\x93NUMPY\1\0" + IDS.astype("<u2").tobytes(),
+    "git's": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7\nsize 1234567\n",
+    "llm.c's": HEADER.tobytes() + IDS.astype("<u2").tobytes(),
+    "megatron's index": b"MMIDIDX\0\0" + bytes(99),
+    "a folder": None,
+}
+
+
+@pytest.mark.parametrize("vocabulary", [65, 50257, 65536])
+@pytest.mark.parametrize("content", NO_IDS.values(), ids=NO_IDS)
+def test_a_file_that_holds_more_than_ids_is_refused(content, vocabulary, tmp_path):
+    path = tmp_path / "train.bin"
+    path.mkdir() if content is None else path.write_bytes(content)
+    if (content, vocabulary) == (NO_IDS["uint16, big-endian"], 65536):
+        return  # these are ids, too
+    with refuses(path, error=DataError):
+        token_folder.token_type(path, vocabulary)
+
+
 def config_of(folder, **model):
     config = train.default_config()
     config.data.path = str(folder)
@@ -145,7 +171,8 @@ def test_a_folder_of_nanogpts(tmp_path):
     assert task.config.vocab_size == 65 and task.summary()["tokenizer"] == "unknown"
     with refuses("model.vocab_size", 65, 64, error=ConfigError):
         language_modeling.validate(config_of(tmp_path, vocab_size=64))
-    for bad in (b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"vocab_size": print})):
+    sizes = (pickle.dumps({"vocab_size": x}) for x in (print, 65.5, "65", True, 0, -5, 2**63))
+    for bad in (b"", b"no pickle", pickle.dumps([1]), *sizes):
         meta.write_bytes(bad)
         with refuses(meta, error=ConfigError):
             language_modeling.validate(config_of(tmp_path))

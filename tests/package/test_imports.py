@@ -58,7 +58,7 @@ MOST_LINES = {
     "replicas": 208,
     "optim": 1434,
     "models": 1481,
-    "data": 3365,
+    "data": 3394,
     "tasks": 1060,
     "train": 3403,
     "checkpoints": 856,

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.reading import entries_of, one_sentence
-from decent_jax.data.text.tokenizers import Tokenizer
+from decent_jax.data.text.tokenizers import LARGEST_VOCABULARY, Tokenizer
 from decent_jax.ground.errors import DataError
 
 KIND = Kind("text", "decent_jax tokens 1")
@@ -104,9 +104,13 @@ def vocabulary_of(folder: str | Path) -> int | None:
     path = Path(folder) / "meta.pkl"
     if not path.exists():
         return None
-    with one_sentence(path), entries_of(path, "names no vocab_size"), open(path, "rb") as file:
+    otherwise = f"names no vocab_size, a whole number from 1 to {LARGEST_VOCABULARY}"
+    with one_sentence(path), entries_of(path, otherwise), open(path, "rb") as file:
         try:
-            return int(_PlainUnpickler(file).load()["vocab_size"])
+            size = _PlainUnpickler(file).load()["vocab_size"]
+            if type(size) is not int or not 0 < size <= LARGEST_VOCABULARY:
+                raise ValueError
+            return size
         except (pickle.UnpicklingError, EOFError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from None
 
@@ -123,23 +127,49 @@ def token_type(path: str | Path, vocab_size: int) -> np.dtype:
     number.
 
     Raises:
-      DataError: no dtype fits the vocabulary.
+      DataError: no dtype fits the vocabulary, or the file holds more than ids.
     """
     if (Path(path).parent / "manifest.json").exists():
         return _manifest_type(path)
-    with one_sentence(path):
-        size = os.path.getsize(path)
+    with one_sentence(path), open(path, "rb") as file:
+        size, begins = os.path.getsize(path), file.read(32)
+    for beginning, what in _OTHER_FILES.items():
+        if begins.startswith(beginning):
+            raise DataError(f"{path}: is {what}, expected ids alone; write them as uint16")
     for name in ("<u8", "<u4", "<u2", "u1"):
         token = np.dtype(name)
         if np.iinfo(token).max < vocab_size - 1 or size < token.itemsize:
             continue
         ids = np.memmap(path, token, "r", shape=(size // token.itemsize,))
         if int(ids[: 1 << 16].max()) < vocab_size > int(ids.max()):
+            _check_order(path, ids[: 1 << 16])
             return token
     raise DataError(
         f"{path}: its {size} bytes are no ids below {vocab_size} of any type; name the vocabulary"
         " by model.vocab_size, or prepare the text again"
     )
+
+
+# How files begin that others name alike.
+_OTHER_FILES = {
+    b"\x93NUMPY": "an array of NumPy",
+    b"version https://git-lfs": "a pointer of Git LFS",
+    b"MMIDIDX": "an index of Megatron",
+    np.array([20240520, 1], "<i4").tobytes(): "a file with the header of llm.c",
+}
+
+
+def _check_order(path: str | Path, ids: np.ndarray) -> None:
+    """Raises DataError where bytes are 0 at fixed places only: parts of wider ids, or swapped."""
+    if len(ids) < 128:
+        return
+    zero = [(ids[k::8] == 0).mean() for k in range(8)]
+    swapped = ids.itemsize > 1 and ids.any() and not (ids % 256).any()
+    if swapped or (max(zero) > 0.9 and min(zero) < 0.5):
+        raise DataError(
+            f"{path}: is big-endian, or has ids beyond the vocabulary; write it again as"
+            " little-endian uint16"
+        )
 
 
 def check_vocab(path: str | Path, vocab_size: int) -> None:

@@ -11,6 +11,7 @@ HF_CONFIG = "tokenizer_config.json"
 # Names of the end-of-document token in published tokenizers.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 DROPPED = "decent_jax: dropped"
+_BYTES = {f"<0x{number:02X}>" for number in range(256)}  # of `byte_fallback`
 
 
 def end_token(
@@ -82,8 +83,13 @@ def showing_what_is_dropped(saved: Json) -> Json | None:
 
     model, bytewise = saved["model"], set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     steps = json.dumps([saved.get("normalizer"), saved.get("pre_tokenizer")])
-    whole = '"ByteLevel"' in steps and bytewise <= set(model.get("vocab", ()))
-    if "merges" not in model or model.get("unk_token") or model.get("byte_fallback") or whole:
+    if "merges" not in model or model.get("unk_token"):
+        return None
+    pieces = set(model["vocab"])
+    # Beside a prefix or suffix, a vocabulary may have a byte at one place of a word only.
+    placed = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    whole = '"ByteLevel"' in steps and not placed and bytewise <= pieces
+    if whole or (model.get("byte_fallback") and pieces >= _BYTES):
         return None
     vocabulary = model["vocab"] | {DROPPED: max(model["vocab"].values(), default=-1) + 1}
     return saved | {"model": model | {"vocab": vocabulary, "unk_token": DROPPED}}

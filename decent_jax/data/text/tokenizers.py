@@ -206,7 +206,7 @@ class HFTokenizer(Tokenizer):
                 start, stop = shown.offsets[shown.tokens.index(DROPPED)]
                 raise DataError(
                     f"a text has {text[start:stop]!r}, which {HF_FILE} drops: its vocabulary lacks"
-                    " it, and its model has neither unk_token nor byte_fallback"
+                    " it or one of its bytes, and its model has no unk_token"
                 )
         if self.end_of_text in ids:
             raise DataError(
