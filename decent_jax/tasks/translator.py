@@ -20,10 +20,13 @@ ALPHA = 0.6  # exponent of the length penalty
 MAX_EXTRA = 50  # tokens a translation may be longer than its source
 _WIDTHS = (16, 32, 64, 128)  # tokens sources are padded to, and multiples of the last
 _BATCH = 32
-_WITHOUT_SPACES = ("bo", "dz", "km", "lo", "my", "th")
-_THREE_LETTERS = {
-    "zho": "zh", "chi": "zh", "cmn": "zh", "yue": "zh", "jpn": "ja", "kor": "ko", "tha": "th",
-    "lao": "lo", "khm": "km", "mya": "my", "bod": "bo", "dzo": "dz", "eng": "en", "deu": "de",
+# Thai, Lao, Tibetan, Burmese, Khmer, kana and Chinese characters: no spaces between words.
+_WITHOUT_SPACES = re.compile(
+    "[\u0e01-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uaa60-\uaa7f\U00020000-\U0003ffff]"
+)
+_OF_SACREBLEU = {  # languages for which it has a tokenizer, by any of their codes
+    "zh": "zh", "zho": "zh", "chi": "zh", "cmn": "zh", "yue": "zh",
+    "ja": "ja", "jpn": "ja", "ko": "ko", "kor": "ko",
 }  # fmt: skip
 
 
@@ -89,33 +92,25 @@ def _width(tokens: int) -> int:
 
 
 @functools.cache
-def bleu_of(language: str) -> Any:
-    """sacreBLEU's metric with its choice of tokenizer for a target language.
+def bleu_of(language: str, characters: bool = False) -> Any:
+    """sacreBLEU's metric, with its choice of tokenizer for a target language, such as "zh_Hant".
 
-    For languages without spaces between words for which sacreBLEU has no tokenizer, characters:
-    its `13a` would treat a sentence as a word.
+    Args:
+      language: the code in the names of the files.
+      characters: the text has no spaces between words. Where sacreBLEU has no tokenizer for the
+        language, each character is a word then, since for its `13a` a sentence would be one.
 
     Raises:
       DataError: the tokenizer of this language needs a package that is not installed.
     """
     from sacrebleu.metrics.bleu import BLEU
 
-    code = _code(language)
+    code = _OF_SACREBLEU.get(re.split("[-_]", language.lower())[0])
     try:
-        return BLEU(trg_lang=code, tokenize="char" if code in _WITHOUT_SPACES else None)
+        return BLEU(trg_lang=code or "", tokenize="char" if characters and not code else None)
     except (ImportError, RuntimeError) as error:  # MeCab for Japanese and Korean
         why = f"{short(error)} pip install 'sacrebleu[{code}]'"
         raise DataError(f"BLEU of {language!r} cannot be computed: {why}") from None
-
-
-def _code(language: str) -> str:
-    """The two-letter code used by sacreBLEU: "zh" for "zh-CN", "zh_Hant" and "cmn".
-
-    >>> _code("zh-CN"), _code("cmn_Hans"), _code("de_AT")
-    ('zh', 'zh', 'de')
-    """
-    first = re.split("[-_]", language.lower())[0]
-    return _THREE_LETTERS.get(first, first)
 
 
 def bleu(
@@ -126,6 +121,8 @@ def bleu(
     References are normalized like translations, by `normalize`. Comparable with published numbers
     of the same signature (Post, 2018, arXiv:1804.08771), except for quotes and dashes.
     """
-    metric = bleu_of(language)
-    score = metric.corpus_score(list(translations), [list(map(normalize, references))]).score
+    references = list(map(normalize, references))
+    text = "".join("".join(references).split())
+    metric = bleu_of(language, 2 * len(_WITHOUT_SPACES.findall(text)) > len(text))
+    score = metric.corpus_score(list(translations), [references]).score
     return score, str(metric.get_signature())

@@ -59,7 +59,7 @@ MOST_LINES = {
     "optim": 1434,
     "models": 1481,
     "data": 3394,
-    "tasks": 1060,
+    "tasks": 1061,
     "train": 3403,
     "checkpoints": 856,
     "monitor": 661,
