@@ -21,14 +21,25 @@ UNREAD = {
     "MVAPICH": "MV2_COMM_WORLD_SIZE",
     "jsrun": "JSM_NAMESPACE_SIZE",
     "Flux": "FLUX_JOB_SIZE",
+    "Horovod": "HOROVOD_SIZE",
+    "Kubeflow": "PET_NNODES",
+    "mpiexec": "MPI_LOCALNRANKS",
+    "mpirun": "OMPI_COMM_WORLD_SIZE",
     "whoever set it": "JAX_NUM_PROCESSES",
 }
 # Set where a process is one of several, without their number.
+_STARTED = "says that a launcher started this process, perhaps with others"
 UNCOUNTED = {
     "JAX_COORDINATOR_ADDRESS": "names the process 0 of others",
-    "PMIX_RANK": "says that a launcher started this process, perhaps with others",
-    "PMI_RANK": "says that a launcher started this process, perhaps with others",
-    "ALPS_APP_PE": "says that a launcher started this process, perhaps with others",
+    "MEGASCALE_COORDINATOR_ADDRESS": "names the process 0 of others",
+    **dict.fromkeys(
+        (
+            *("PMIX_RANK", "PMI_RANK", "ALPS_APP_PE", "PALS_RANKID"),
+            *("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "LSF_PM_TASKID"),
+            *("JAX_PROCESS_ID", "SLURM_PROCID"),
+        ),
+        _STARTED,
+    ),
 }
 VARIABLES = (*(own for own, _ in LAUNCHERS.values()), *UNREAD.values(), *UNCOUNTED)
 BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id"
@@ -70,7 +81,7 @@ def check_unread(count: int) -> None:
       count: processes that find each other through the variables that are read.
     """
     for name, variable in UNREAD.items():
-        told = os.environ.get(variable, "")
+        told = os.environ.get(variable, "").strip()
         if told.isdecimal() and int(told) > 1 and int(told) != count:
             others = "this one is alone" if count == 1 else f"{count} find each other"
             why = f"says that {name} started so many processes; {others}: {BY_HAND}, or unset it"
@@ -78,7 +89,8 @@ def check_unread(count: int) -> None:
     counted = [own for own, _ in LAUNCHERS.values()] + list(UNREAD.values())
     if count == 1 and not any(variable in os.environ for variable in counted):
         for variable, says in UNCOUNTED.items():
-            if value := os.environ.get(variable):
+            of_batch_script = variable == "SLURM_PROCID" and os.environ.get(variable) == "0"
+            if (value := os.environ.get(variable)) and not of_batch_script:
                 why = f"{says}, and this one is alone: {BY_HAND}, or unset it"
                 raise ConfigError.about(variable, value, why)
 

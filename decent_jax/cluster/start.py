@@ -180,6 +180,11 @@ def _place(cluster: Cluster, launcher: str | None) -> _Place:
         )  # jax reads one bracket of it
         if host and "JAX_COORDINATOR_ADDRESS" not in os.environ:
             address = f"{host}:{address.rpartition(':')[2]}"
+    if index not in range(count):
+        raise ConfigError(
+            f"{launcher} started this process as number {index} of {count}, counted from 0; "
+            f"{launchers.BY_HAND}"
+        )
     return _Place(address, count, index, devices)
 
 

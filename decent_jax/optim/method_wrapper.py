@@ -193,7 +193,8 @@ def method(
     active, moves only by mixing and by outer steps that all replicas take, never by momentum.
 
     Args:
-      inner: the local optimizer; None passes gradients through.
+      inner: the local optimizer, which computes in float32 for parameters of fewer bits; None
+        passes gradients through.
       step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
         ``local(params)`` returns them.
       own: the initial state of the method, from the parameters.
@@ -207,7 +208,7 @@ def method(
       ``mixed``, see `Method`; and ``replica``, its number if there is no replica axis.
     """
     validation.is_transformation(inner)
-    optimizer = optax.with_extra_args_support(inner or optax.identity())
+    optimizer = _in_float32(optax.with_extra_args_support(inner or optax.identity()))
     check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # it traces
 
     def init(params: PyTree) -> GuardedState:
@@ -254,6 +255,20 @@ def method(
         return change, GuardedState(inner, count, skipped, failing, own_state)
 
     return Method(init, update, early, delayed)
+
+
+def _in_float32(
+    optimizer: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer as for float32 parameters, where they have 16 bits: there 0.999 would be 1."""
+
+    def init(params: PyTree) -> PyTree:
+        return optimizer.init(trees.wide(params))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> Updated:
+        return optimizer.update(trees.wide(grads), state, trees.wide(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_call(params: PyTree, round: RoundId) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decent_jax.gossip.permute import squared_norm
+from decent_jax.gossip.permute import at_least_float32, squared_norm
 from decent_jax.ground.pytree import PyTree
 
 
@@ -38,6 +38,16 @@ def scale(factor: float | jax.Array, tree: PyTree) -> PyTree:
         return jnp.asarray(factor, x.dtype) * x
 
     return jax.tree.map(scaled, tree)
+
+
+def wide(tree: PyTree) -> PyTree:
+    """The tree with floats of fewer than 32 bits as float32."""
+
+    def widened(x: jax.Array) -> jax.Array:
+        floats = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return jnp.asarray(x, at_least_float32(x)) if floats else x
+
+    return jax.tree.map(widened, tree)
 
 
 def copy(tree: PyTree) -> PyTree:

@@ -132,6 +132,14 @@ def test_the_first_host_of_what_slurm_lists(monkeypatch, listed, host):
     assert start._place(config_lib.default_config().cluster, "SLURM").address == f"{host}:9876"
 
 
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_process_beyond_the_number_of_all_is_refused(monkeypatch, index):
+    for name, value in slurm(9876, 2, index).items():
+        monkeypatch.setenv(name, value)
+    with refuses("SLURM", index, "cluster.coordinator", error=ConfigError):
+        start._place(config_lib.default_config().cluster, "SLURM")
+
+
 def test_the_interactive_shell_of_salloc_is_one_process(monkeypatch):
     """SLURM_NTASKS is what srun could start from there; a step of srun has its own count."""
     for name, value in (slurm(9876, 4, 0) | {"SLURM_STEP_NUM_TASKS": "1"}).items():
@@ -160,18 +168,25 @@ def without_launchers(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
+SEVERAL = "WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE JSM_NAMESPACE_SIZE FLUX_JOB_SIZE HOROVOD_SIZE"
+SEVERAL += " PET_NNODES MPI_LOCALNRANKS OMPI_COMM_WORLD_SIZE JAX_NUM_PROCESSES"
+ONE_OF_SEVERAL = "PMIX_RANK PMI_RANK ALPS_APP_PE PALS_RANKID JSM_NAMESPACE_RANK"
+ONE_OF_SEVERAL += " FLUX_TASK_RANK LSF_PM_TASKID JAX_PROCESS_ID SLURM_PROCID"
+ONE_OF_SEVERAL += " JAX_COORDINATOR_ADDRESS MEGASCALE_COORDINATOR_ADDRESS"
+
+
 @pytest.mark.usefixtures("without_launchers")
-@pytest.mark.parametrize("variable", [*launchers.UNREAD.values(), *launchers.UNCOUNTED])
+@pytest.mark.parametrize("variable", [*SEVERAL.split(), *ONE_OF_SEVERAL.split()])
 def test_processes_of_a_launcher_that_is_not_read_do_not_train_alone(variable, monkeypatch, joins):
     """Four processes of torchrun trained four models, one of them into the folder."""
-    told = {"JAX_COORDINATOR_ADDRESS": "host:99"}.get(variable, "4")
-    monkeypatch.setenv(variable, told)
+    told = "host:99" if variable.endswith("ADDRESS") else "4"
+    monkeypatch.setenv(variable, f" {told} " if variable in SEVERAL.split() else told)
     config = config_lib.default_config()
     with refused(variable, told):
         start.start(config)
     monkeypatch.setenv("SLURM_STEP_ID", "0")  # srun started one task, and that the variable knows
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    if variable not in launchers.UNCOUNTED:
+    if variable in SEVERAL.split():
         monkeypatch.setenv(variable, "1")
     assert "one process" in start.start(config)
 

@@ -107,6 +107,25 @@ def test_an_optimizer_mixes_or_is_refused():
     assert not {name: far for name, far in spread.items() if far > 1.5}  # of the targets 5
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_optimizer_computes_in_float32_for_narrow_parameters(dtype):
+    """A rate of 0.999 is 1 in bfloat16, and a second moment would never decay."""
+    x = jax.tree.map(lambda x: x[0].astype(dtype), start())
+    for name, inner in optimizers().items():
+        try:
+            state = jax.eval_shape(optim.decentralized(inner, RING).init, x)
+        except (TypeError, ValueError):
+            continue  # refused above
+        floats = [s for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.floating)]
+        assert all(s.dtype == jnp.float32 for s in floats), name
+    tx = optim.decentralized(optax.adam(0.01), RING)
+    state, large = tx.init(x), jax.tree.map(jnp.ones_like, x)
+    step = jax.jit(lambda state, grads: tx.update(grads, state, x, round=None, replica=0)[1])
+    for grads in [large, *[jax.tree.map(jnp.zeros_like, x)] * 999]:
+        state = step(state, grads)
+    np.testing.assert_allclose(state.inner[0].nu["own"], 0.001 * 0.999**999, rtol=1e-3)
+
+
 def sgd_from(start, first):
     """Gradient descent on a copy of the parameters, to which it sets them."""
 

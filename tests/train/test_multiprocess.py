@@ -32,12 +32,23 @@ BOUND_S = 40  # seconds within which the others end after one has died
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# What train.py does, several times in the same processes, until one run fails.
+# What train.py does, several times in the same processes, until one run fails. The checkpoints of
+# the run "written" are finished only once the test allows it.
 SEVERAL_RUNS = """
-import json, os, sys
+import json, os, sys, time
+from decent_jax.checkpoints import on_disk
 from decent_jax.commands import main as command
 from decent_jax.plots import runs
 runs.plot_runs = lambda paths: None  # saves a second each
+finish = on_disk.finish
+def finish_once_allowed(draft, *given):
+    run = draft.parent.parent
+    if run.name == "written":
+        (run / "writing").touch()
+        while not (run / "allowed").exists():
+            time.sleep(0.05)
+    finish(draft, *given)
+on_disk.finish = finish_once_allowed
 sys.argv[0] = "train.py"  # its name stands before what the watch says
 for os.environ["EXTRA_POINTS"], *argv in json.loads(sys.argv[1]):
     code = command.train(argv + sys.argv[2:], "train.py")
@@ -155,18 +166,27 @@ def test_two_processes_give_the_model_of_one(two, alone):
 def again(start, two, tmp_path_factory):
     """(folder, output of both) of two processes started after the death of one.
 
-    They resume "killed"; then two replicas of two devices train "whole", and "stopped" until a
-    signal comes to one of them and to all that read data, far from the next row. Four replicas
-    train "damaged", in which point 282 is for process 1 alone, after three steps.
+    They resume "killed"; then two replicas of two devices train "whole", and three runs until
+    signals come: "evaluated" in an evaluation, to one process; "written" while a checkpoint is
+    written, to both and twice; "stopped" to one and to all that read data, far from the next row.
+    Four replicas train "damaged", in which point 282 is for process 1 alone, after three steps.
     """
     folder = tmp_path_factory.mktemp("again")
     shards = ["--config.mesh.fsdp=2", "--config.num_replicas=2"]
+    slow_eval = [*shards, "--config.data.slow_eval=0.3", "--config.eval.batch_size=2"]
     far = [*shards, *SLOW, "--config.log.every=1000", "--config.data.workers=1"]
     damaged = folder / "damaged", [*SAVES, "--config.data.damaged=282"]
     group = start(
         *((two[0] / "killed", two[1]), (folder / "whole", shards)),
+        *((folder / "evaluated", slow_eval), (folder / "written", [*shards, *SLOW])),
         *((folder / "stopped", far), damaged),
     )
+    until(lambda: "reading point" in group[1].words.read_text(), *group)
+    group[1].send_signal(signal.SIGTERM)
+    until((folder / "written" / "writing").exists, *group)
+    for each in (*group, *group):
+        each.send_signal(signal.SIGTERM)
+    (folder / "written" / "allowed").touch()
     until((folder / "stopped" / "checkpoints" / "2").exists, *group)
     for each in [*children_of(group[0]), *children_of(group[1]), group[1]]:
         each.send_signal(signal.SIGTERM)
@@ -180,7 +200,7 @@ def test_one_of_two_processes_dies_and_both_resume(two, again):
     assert last.startswith(f"train.py: process 1 ({socket.gethostname()}) was lost: ")
     assert "Traceback" not in words[0]
     killed, whole = folder / "killed", folder / "whole"
-    assert "resuming after step" in again[1] and again[1].count("ended with 143") == 2
+    assert "resuming after step" in again[1] and again[1].count("ended with 143") == 6
     tiny.assert_same_state(killed, whole, STEPS)
     assert [row["step"] for row in tiny.rows(killed)] == list(range(1, STEPS + 1))
     np.testing.assert_array_equal(tiny.losses(killed), tiny.losses(whole))
@@ -197,12 +217,15 @@ def test_shards_in_two_processes(again, pair):
     assert_same_model(again[0] / "whole", pair)
 
 
-def test_a_signal_far_from_a_row_to_one_process_and_all_readers(again, pair):
-    """Both stop after the same step, with one checkpoint, which one process resumes."""
-    stopped, words = again[0] / "stopped", again[1]
+@pytest.mark.parametrize("name", ["evaluated", "written", "stopped"])
+def test_a_signal_ends_both_after_the_same_step(name, again, pair):
+    """With one checkpoint, which one process resumes."""
+    stopped, words = again[0] / name, again[1]
     step = tiny.saved_steps(stopped)[-1]
-    sentence = f"interrupted after step {step}; a checkpoint is saved"
-    assert step < STEPS and words.count(sentence) == 2 and "Traceback" not in words
+    assert step == 4 if name == "evaluated" else step < STEPS
+    assert words.count(f"interrupted after step {step}; a checkpoint is saved") >= 2
+    assert words.count("; a checkpoint is saved") == 6 and "Traceback" not in words
+    assert not list(stopped.glob("checkpoints/.*.draft"))
     assert_same_end(tiny.run(tiny.waves(**CHANGES, num_replicas=2), stopped), pair)
 
 

@@ -1,6 +1,7 @@
 """A task for whole runs in tests: some hundred numbers, with dropout, which compile in no time."""
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Data(tasks.TaskData):
     damaged: int = changeable(-1, "training point that cannot be read")
     damaged_eval: int = changeable(-1, "likewise of validation")
     pause: float = changeable(0.0, "seconds before each step, for signals to arrive")
+    slow_eval: float = changeable(0.0, "seconds for each point of an evaluation, which is said")
 
 
 validate = line_task.validate
@@ -41,8 +43,8 @@ def make(config, workdir, announce):
 class Points:
     """``count`` points of a curve with noise: arrays [x, y]; one may be ``damaged``."""
 
-    def __init__(self, count, seed, damaged=-1):
-        self.damaged = damaged
+    def __init__(self, count, seed, damaged=-1, slow=0.0):
+        self.damaged, self.slow = damaged, slow
         x, noise = np.random.default_rng(seed).normal(size=(2, count))
         self.points = np.stack([x, 3 * x + np.sin(3 * x) + noise / 4], 1).astype(np.float32)
 
@@ -52,6 +54,9 @@ class Points:
     def __getitem__(self, index):
         if index == self.damaged:
             raise DataError(f"point {index} is damaged")
+        if self.slow and threading.current_thread() is not threading.main_thread():
+            print(f"reading point {index}", flush=True)
+            time.sleep(self.slow)
         return self.points[index]
 
 
@@ -63,7 +68,7 @@ class Waves(line_task.Line):
         self.pause = config.data.pause
         more = int(os.environ.get("EXTRA_POINTS", "0"))  # on this host, or in this session
         self.train_source = Points(400 + more, 0, config.data.damaged)
-        self.eval_source = Points(20, 1, config.data.damaged_eval)
+        self.eval_source = Points(20, 1, config.data.damaged_eval, config.data.slow_eval)
 
     def init(self, key):
         drawn = jax.random.normal(key, (2, self.waves))
