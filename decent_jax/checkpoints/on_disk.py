@@ -57,6 +57,11 @@ def check_there(path: Path) -> None:
             "the same command continues"
         )
     for folder in (path, path / FOLDER, path / BEST):
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(
+                f"a checkpoint could not be written to {folder}: it is no folder; take it away, "
+                "and the same command continues"
+            )
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(
                 f"a checkpoint could not be written to {folder}: permission denied; give it back, "

@@ -61,7 +61,7 @@ MOST_LINES = {
     "data": 3394,
     "tasks": 1061,
     "train": 3403,
-    "checkpoints": 856,
+    "checkpoints": 861,
     "monitor": 661,
     "cpu": 290,
     "cluster": 1379,
