@@ -260,6 +260,8 @@ MERGES = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "aa": 2}, "merges": ["a a"
 @pytest.mark.parametrize("content", ["{}", "[]", "", "\xff", json.dumps({"model": MERGES})])
 def test_files_that_are_no_tokenizer(content, tmp_path):
     path = tmp_path / "words.json"
+    with refuses("'bpe'", error=DataError):
+        tokenizers.load("bpe")
     with refuses("words.json", error=DataError):
         tokenizers.load(str(path))
     path.write_text(content, encoding="latin-1")
