@@ -121,6 +121,11 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / folder)
     with refuses(tmp_path / folder, "permission", error=CheckpointError):
         on_disk.check_there(tmp_path)
+    if folder != ".":
+        (tmp_path / folder).rmdir()
+        (tmp_path / folder).touch()
+        with refuses(tmp_path / folder, "no folder", error=CheckpointError):
+            on_disk.check_there(tmp_path)
 
 
 def test_a_reader_that_dies_is_one_sentence_and_a_checkpoint(command, tmp_path):
