@@ -14,34 +14,18 @@ LAUNCHERS = {
     "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
     "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
 }
-# In which others, of which nothing else is read, have the number of processes.
-UNREAD = {
-    "torchrun": "WORLD_SIZE",
-    "MPICH, Intel MPI or PALS": "PMI_SIZE",
-    "MVAPICH": "MV2_COMM_WORLD_SIZE",
-    "jsrun": "JSM_NAMESPACE_SIZE",
-    "Flux": "FLUX_JOB_SIZE",
-    "Horovod": "HOROVOD_SIZE",
-    "Kubeflow": "PET_NNODES",
-    "mpiexec": "MPI_LOCALNRANKS",
-    "mpirun": "OMPI_COMM_WORLD_SIZE",
-    "whoever set it": "JAX_NUM_PROCESSES",
-}
+# In which others, of which nothing else is read, have the number of processes: torchrun, MPICH and
+# Intel MPI, MVAPICH, jsrun, Flux, Horovod, Kubeflow, mpiexec, mpirun, and whoever sets jax's.
+UNREAD = str.split(
+    "WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE JSM_NAMESPACE_SIZE FLUX_JOB_SIZE HOROVOD_SIZE "
+    "PET_NNODES MPI_LOCALNRANKS OMPI_COMM_WORLD_SIZE JAX_NUM_PROCESSES"
+)
 # Set where a process is one of several, without their number.
-_STARTED = "says that a launcher started this process, perhaps with others"
-UNCOUNTED = {
-    "JAX_COORDINATOR_ADDRESS": "names the process 0 of others",
-    "MEGASCALE_COORDINATOR_ADDRESS": "names the process 0 of others",
-    **dict.fromkeys(
-        (
-            *("PMIX_RANK", "PMI_RANK", "ALPS_APP_PE", "PALS_RANKID"),
-            *("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "LSF_PM_TASKID"),
-            *("JAX_PROCESS_ID", "SLURM_PROCID"),
-        ),
-        _STARTED,
-    ),
-}
-VARIABLES = (*(own for own, _ in LAUNCHERS.values()), *UNREAD.values(), *UNCOUNTED)
+UNCOUNTED = str.split(
+    "JAX_COORDINATOR_ADDRESS MEGASCALE_COORDINATOR_ADDRESS JAX_PROCESS_ID SLURM_PROCID PMIX_RANK "
+    "PMI_RANK ALPS_APP_PE PALS_RANKID JSM_NAMESPACE_RANK FLUX_TASK_RANK LSF_PM_TASKID"
+)
+VARIABLES = (*(own for own, _ in LAUNCHERS.values()), *UNREAD, *UNCOUNTED)
 BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id"
 
 
@@ -80,18 +64,18 @@ def check_unread(count: int) -> None:
     Args:
       count: processes that find each other through the variables that are read.
     """
-    for name, variable in UNREAD.items():
+    for variable in UNREAD:
         told = os.environ.get(variable, "").strip()
         if told.isdecimal() and int(told) > 1 and int(told) != count:
             others = "this one is alone" if count == 1 else f"{count} find each other"
-            why = f"says that {name} started so many processes; {others}: {BY_HAND}, or unset it"
+            why = f"says that so many processes were started; {others}: {BY_HAND}, or unset it"
             raise ConfigError.about(variable, told, why)
-    counted = [own for own, _ in LAUNCHERS.values()] + list(UNREAD.values())
-    if count == 1 and not any(variable in os.environ for variable in counted):
-        for variable, says in UNCOUNTED.items():
+    counted = os.environ.keys() & set(VARIABLES).difference(UNCOUNTED)
+    if count == 1 and not counted:
+        for variable in UNCOUNTED:
             of_batch_script = variable == "SLURM_PROCID" and os.environ.get(variable) == "0"
             if (value := os.environ.get(variable)) and not of_batch_script:
-                why = f"{says}, and this one is alone: {BY_HAND}, or unset it"
+                why = f"says that others were started, this one is alone: {BY_HAND}, or unset it"
                 raise ConfigError.about(variable, value, why)
 
 

@@ -13,15 +13,7 @@ from collections.abc import Iterator
 
 from decent_jax.ground import extras, machine
 from decent_jax.ground.command_line import CONFIGS
-from decent_jax.ground.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    Interrupted,
-    PeerLost,
-    TrainingFailed,
-    unforeseen,
-)
+from decent_jax.ground.errors import ConfigError, Foreseen, PeerLost, TrainingFailed, unforeseen
 from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shorten, shown
 from decent_jax.monitor import goodput_file
@@ -138,15 +130,7 @@ def _train(argv: list[str], prog: str) -> int:
         else:
             with goodput.session(machine.process_seconds()):
                 training.run(config, workdir)
-    except (
-        ConfigError,
-        DataError,
-        Unavailable,
-        TrainingFailed,
-        CheckpointError,
-        PeerLost,
-        Interrupted,
-    ) as error:
+    except (Foreseen, Unavailable) as error:
         said, code = str(error), error.code
     except OSError as error:  # a full disk, a removed folder
         what = shorten(f"{type(error).__name__}: {error}", 200)  # not all name a file

@@ -14,7 +14,9 @@ from pathlib import Path
 from decent_jax.ground.format import printable, shorten, shown
 
 
-class _Sentence(Exception):
+class Foreseen(Exception):
+    """An error that a command reports by its message alone, and ends with its ``code``."""
+
     longest = 600  # characters: messages about files contain paths and library errors
     code = 1  # with which a command ends
 
@@ -29,7 +31,7 @@ class _Sentence(Exception):
         super().__init__(shorten(line, self.longest))
 
 
-class ConfigError(_Sentence, ValueError):
+class ConfigError(Foreseen, ValueError):
     """A config that cannot be run; the message is one sentence with the reason and the remedy.
 
     Args:
@@ -52,23 +54,23 @@ class ConfigError(_Sentence, ValueError):
         return cls(f"{field} {why}, got {printed}", field=field, value=value)
 
 
-class DataError(_Sentence, ValueError):
+class DataError(Foreseen, ValueError):
     """Data or a folder that cannot be used; the message has the reason and the remedy."""
 
 
-class RunError(_Sentence):
+class RunError(Foreseen):
     """A run directory that cannot be read; the message is one sentence with the reason."""
 
 
-class TrainingFailed(_Sentence, RuntimeError):
+class TrainingFailed(Foreseen, RuntimeError):
     """Training cannot continue; the message names the step and the last good checkpoint."""
 
 
-class CheckpointError(_Sentence, RuntimeError):
+class CheckpointError(Foreseen, RuntimeError):
     """No checkpoint can be used; the message lists those tried, with reasons."""
 
 
-class Interrupted(RuntimeError):
+class Interrupted(Foreseen, RuntimeError):
     """Ctrl-C or SIGTERM (number ``signal``) arrived; a checkpoint was saved."""
 
     def __init__(self, message: str, signal: int):
@@ -79,7 +81,7 @@ class Interrupted(RuntimeError):
 PEER_LOST = 75  # exit code (EX_TEMPFAIL): another process was lost; run the same command again
 
 
-class PeerLost(_Sentence, RuntimeError):
+class PeerLost(Foreseen, RuntimeError):
     """An exchange with other processes failed; if the lost one is known, the process exits."""
 
     code = PEER_LOST
