@@ -116,6 +116,7 @@ def _join(place: "_Place", config: Any, folder: str | Path) -> None:
             place.address, place.count, place.index, description, cluster.timeout_s, folder
         )
     jax.config.update("jax_enable_recoverability", True)  # for `watch`
+    jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM, and does nothing
     try:
         jax.distributed.initialize(
             place.address,

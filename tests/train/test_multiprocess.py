@@ -229,6 +229,24 @@ def test_a_signal_ends_both_after_the_same_step(name, again, pair):
     assert_same_end(tiny.run(tiny.waves(**CHANGES, num_replicas=2), stopped), pair)
 
 
+# A signal arrives while the run is built.
+EARLY = """
+import os, signal, sys, time
+from decent_jax.commands import main as command
+from decent_jax.train import experiment
+experiment.facts_of = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))
+command.leave(command.train(sys.argv[1:], "train.py"))
+"""
+
+
+def test_a_signal_before_the_loop_ends_both(start_process, tmp_path):
+    """jax would take it as it connects them, and tell nobody."""
+    config, port = tiny.write_config(tmp_path / "c.py"), free_port()
+    own = "-c", EARLY, "--config", config, "--workdir", tmp_path / "run", *FLAGS
+    group = [start_process([*own, *cluster_flags(port, 2, index)]) for index in range(2)]
+    assert finish(group, [143, 143], 100).count("interrupted; the same command resumes") == 2
+
+
 def test_a_record_that_one_process_cannot_read_ends_both_with_its_sentence(again, start, tmp_path):
     """Of training, or of the first evaluation: point 5 is for process 1.
 
