@@ -18,7 +18,7 @@ from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.data.reading import counted
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import dtype_of_activations, setting, size_of_preset
+from decent_jax.ground.fields import changeable, dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import airbench, resnet, weights
 from decent_jax.models.pieces import Params, cross_entropy
@@ -60,7 +60,7 @@ class Model:
 class Data(TaskData):
     """The images."""
 
-    path: str = setting(
+    path: str = changeable(
         GENERATED,
         "folder with train/<class>/*.jpg, or made by TFDS or by `decent-jax prepare images`; "
         '"generated": pictures generated at the start',

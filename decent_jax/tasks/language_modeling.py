@@ -71,7 +71,7 @@ class Model:
 class Data(TaskData):
     """The folder of tokens."""
 
-    path: str = setting(
+    path: str = changeable(
         "",
         "folder made by `decent-jax prepare text`, with train.bin, val.bin and "
         'manifest.json; "stdlib": Python\'s standard library',

@@ -57,7 +57,7 @@ class Model:
 class Data(TaskData):
     """The sentence pairs."""
 
-    path: str = setting(
+    path: str = changeable(
         "",
         'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",

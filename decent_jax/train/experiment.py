@@ -4,6 +4,8 @@ import contextlib
 import functools
 import itertools
 import json
+import os
+import re
 import socket
 import zlib
 from collections.abc import Generator, Iterator, Sequence
@@ -18,7 +20,7 @@ from decent_jax import gossip, replicas, tasks
 from decent_jax.checkpoints import arrays
 from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster import start as cluster
-from decent_jax.data import loader, partition
+from decent_jax.data import loader, partition, prepared_folder
 from decent_jax.ground import json_files, machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import LARGEST
@@ -35,6 +37,9 @@ from decent_jax.train import step as step_lib
 from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
 from decent_jax.train.settings import Config
 from decent_jax.train.workdir import Workdir, open_workdir
+
+# In a folder that `decent-jax prepare` has not made.
+_DATA = re.compile(r"(train|val)\.bin|.+\.array_record\S*")
 
 
 class Experiment(NamedTuple):
@@ -130,12 +135,18 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
         "the training data": f"{len(task.train_source)} records",
         "the validation data": f"{len(task.eval_source)} records",
     }
-    path = getattr(config.data, "path", "")
-    if path:
-        with contextlib.suppress(OSError, DataError, LookupError, TypeError):  # not prepared
-            splits = json_files.read_json(Path(path) / "manifest.json")["splits"]
-            sums = zlib.crc32(json.dumps(splits, sort_keys=True).encode())
-            facts["the manifest of data.path"] = f"checksum {sums:08x}"
+    folder, names = Path(str(getattr(config.data, "path", "")) or os.devnull), []
+    with contextlib.suppress(OSError):  # such as data that no folder holds
+        names = sorted(name for name in os.listdir(folder) if _DATA.fullmatch(name))
+    with contextlib.suppress(OSError, DataError, LookupError, TypeError):  # not prepared
+        manifest = json_files.read_json(folder / "manifest.json")
+        about = [manifest["splits"], *map(manifest.get, ("class_names", "languages", "tokenizer"))]
+        sums = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+        facts["the manifest of data.path"] = f"checksum {sums:08x}"
+        names = manifest["files"]
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        if sums := prepared_folder.checksum([folder / name for name in names]):
+            facts["the files of data.path"] = f"checksum {sums:08x}"
     sampled = [_sampled(task.train_source), _sampled(task.eval_source)]
     if None not in sampled:
         facts["some of the records"] = "checksums {:08x} and {:08x}".format(*sampled)
@@ -143,15 +154,21 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
 
 
 def _sampled(source: Sequence[PyTree]) -> int | None:
-    """A checksum of the first, middle and last record; None if they are not the same each time."""
+    """A checksum of the first, middle and last record; None if they are not the same each time.
+
+    It begins with what the source found out of all when it was opened, its ``fingerprint``.
+    """
 
     def checksum() -> int | None:
-        sums = 0
+        sums = getattr(source, "fingerprint", 0)
         for index in (0, len(source) // 2, len(source) - 1) if len(source) else ():
-            for leaf in map(np.asarray, jax.tree.leaves(source[index])):
-                if leaf.dtype == object:
+            for leaf in jax.tree.leaves(source[index]):
+                if isinstance(leaf, str):  # such as a file's name, in the encoding of this host
+                    leaf = leaf.encode(errors="surrogateescape")
+                array = np.asarray(leaf)
+                if array.dtype == object:
                     return None
-                sums = zlib.crc32(leaf.tobytes(), sums)
+                sums = zlib.crc32(array.tobytes(), sums)
         return sums
 
     try:

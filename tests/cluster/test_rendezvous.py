@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import socket
 import stat
 import threading
@@ -75,6 +76,13 @@ def alike(results, *words):
 
 
 # --- What is wrong --------------------------------------------------------------------------------
+
+
+def test_what_every_process_has_of_its_own():
+    """Its number, and where the data are: hosts may have copies at different places."""
+    one, other = {"seed": 0, "data.path": "/a"}, {"seed": 0, "data.path": "/b"}
+    assert rendezvous.describe(one) == rendezvous.describe(other)
+    assert rendezvous.describe(one) != rendezvous.describe(one | {"seed": math.nextafter(0, 1)})
 
 
 def test_processes_that_agree_learn_their_hosts(folder):

@@ -279,6 +279,8 @@ def test_a_field_newer_than_the_run_does_not_stop_its_resume():
     new = json_files.flat(tiny.waves())
     old = {name: value for name, value in new.items() if name != "codec"}
     assert config_lib.refused_changes(old, new) == []
+    images = json_files.flat(train.default_config("image_classification"))
+    assert config_lib.refused_changes(images, images | {"data.path": "moved"}) == []
     changed = config_lib.refused_changes(old, {**new, "codec": "int8"})
     assert changed == ["codec: 'float32' -> 'int8'"]
     # A batch may follow the number of replicas.

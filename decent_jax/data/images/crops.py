@@ -54,6 +54,7 @@ class TrainImages:
     def __init__(self, files, size: int, *, whole: bool = False, alternate: int | None = None):
         self.files, self.size, self.whole = files, size, whole
         self.class_names = files.class_names
+        self.fingerprint = getattr(files, "fingerprint", 0)
         self.fixed, self.numbers = whole, len(files)
         self._half = None
         if alternate is not None:
@@ -112,6 +113,7 @@ class EvalImages:
     def __init__(self, files, size: int, resize: int):
         self.files, self.size, self.resize = files, size, resize
         self.class_names = files.class_names
+        self.fingerprint = getattr(files, "fingerprint", 0)
         self.order = np.random.default_rng(0).permutation(len(files))
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ the same record at the same index with the same label. TFDS stores records shuff
 
 import operator
 import os
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,11 @@ class ImageFiles:
       labels: (N,) int64, indices into `class_names`.
       layout: "class folders", "prepared" or "TFDS".
       left_out: how many files of each kind are not read.
+      fingerprint: a checksum of names, sizes, and the beginning and end of each picture; 0 where
+        `whole_images` has not looked at them.
     """
+
+    fingerprint: int = 0
 
     def __init__(self, path: str, split: str, storage):
         self.path = path
@@ -132,6 +137,7 @@ def whole_images(path: str | Path, split: str) -> ImageFiles:
     images = open_images(path, split)
     if isinstance(images._storage, _Files):
         total, bad = len(images), images._storage.leave_out_broken()
+        images.fingerprint = images._storage.fingerprint
         check_bad(list(bad.values()), total)
         if bad:
             kind = f"broken {split} pictures, the first {next(iter(bad.values()))}"
@@ -286,35 +292,42 @@ class _Files:
             return file.read(), label, name
 
     def leave_out_broken(self) -> dict[int, str]:
-        """{index so far: name and reason} of the pictures that are left out from now on."""
+        """{index so far: name and reason} of the pictures that are left out from now on.
 
-        def among(start: int) -> dict[int, str]:
-            bad = {}
+        Also finds the `ImageFiles.fingerprint`.
+        """
+
+        def among(start: int) -> tuple[dict[int, str], int]:
+            bad, sums = {}, 0
             for index in range(start, min(start + _TOGETHER, len(self))):
-                if self._looks_whole(index):
+                looks_whole, sums = self._look(index, sums)
+                if looks_whole:
                     continue
                 data, _, name = self.read(index)
                 try:
                     jpeg.decode(data)
                 except ValueError as error:
                     bad[index] = f"{name} {error}"
-            return bad
+            return bad, sums
 
-        bad: dict[int, str] = {}
         with ThreadPoolExecutor(_THREADS) as pool:
-            for broken in pool.map(among, range(0, len(self), _TOGETHER)):
-                bad |= broken
+            found = list(pool.map(among, range(0, len(self), _TOGETHER)))
+        self.fingerprint = zlib.crc32(repr([sums for _, sums in found]).encode())
+        bad = {index: why for some, _ in found for index, why in some.items()}
         if bad:
             whole = np.delete(np.arange(len(self)), list(bad))
             self.labels, self._names = self.labels[whole], self._names[whole]
         return bad
 
-    def _looks_whole(self, index: int) -> bool:
-        _, path, _ = self._find(index)
+    def _look(self, index: int, sums: int) -> tuple[bool, int]:
+        """Whether a picture begins and ends like a whole one; the checksum with it."""
+        _, path, name = self._find(index)
         with one_sentence(path), open(path, "rb", buffering=0) as file:
-            end = _ENDS.get(file.read(3))
-            file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
-            return end is not None and end in file.read()
+            begin, size = file.read(3), os.fstat(file.fileno()).st_size
+            file.seek(max(size - _TAIL, 0))
+            tail = file.read()
+        about = os.fsencode(f"{name} {size} ") + begin + tail
+        return begin in _ENDS and _ENDS[begin] in tail, zlib.crc32(about, sums)
 
     def _find(self, index: int) -> tuple[int, str, str]:
         """(label, path, name) of an image."""
