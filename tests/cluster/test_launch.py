@@ -116,15 +116,7 @@ def test_a_process_that_sees_no_devices_of_others_takes_all(
 
 
 @pytest.mark.parametrize(
-    ("listed", "host"),
-    [
-        ("localhost", "localhost"),
-        ("rack[0-1]node[2-3]", "rack0node2"),
-        ("node[1-2]-ib", "node1-ib"),
-        ("c[0-1][0-3]", "c00"),
-        ("gpu[007,009-011],login1", "gpu007"),
-        ("a-1,b[2-3]", "a-1"),
-    ],
+    ("listed", "host"), [("c[0-1][0-3]", "c00"), ("gpu[007,009-011],login1", "gpu007")]
 )
 def test_the_first_host_of_what_slurm_lists(monkeypatch, listed, host):
     for name, value in (slurm(9876, 2, 1) | {"SLURM_STEP_NODELIST": listed}).items():

@@ -1,18 +1,16 @@
 """`decent-jax preflight` names differences and measures links for the planner."""
 
-import importlib.metadata
 import itertools
 import re
-import threading
 
 import jax
 import numpy as np
 import pytest
 import tiny
 from refusals import refuses
-from several import cluster_flags, free_port, said, slurm
+from several import free_port, said, slurm
 
-from decent_jax.cluster import preflight, rendezvous
+from decent_jax.cluster import preflight
 from decent_jax.commands import preflight as command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.planner import __main__ as planner
@@ -99,27 +97,6 @@ def test_two_processes_that_slurm_starts(start_process, tmp_path, tiny_data, cap
     model = ["--parameters=1e6", "--compute_s=0.1"]
     assert planner.main(["predict", "--network", str(saved), *model]) == 0
     assert "one_peer_exp" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("joins")
-def test_processes_that_differ(capsys, tmp_path):
-    """The command is process 0, a thread is process 1, which has another optax."""
-    port, received = free_port(), []
-    _, config = command._parse(cluster_flags(port, 2, 1))
-    description = rendezvous.describe(config.by_name) | {"optax": "5"}
-
-    def process_1():
-        with pytest.raises(ConfigError) as refusal:
-            rendezvous.barrier(f"localhost:{port}", 2, 1, description, 20, tmp_path)
-        received.append(str(refusal.value))
-
-    thread = threading.Thread(target=process_1)
-    thread.start()
-    save = f"--save={tmp_path / 'network.json'}"
-    assert command.main([save, *cluster_flags(port, 2, 0)]) == 2
-    thread.join()
-    assert f"optax: {importlib.metadata.version('optax')} on process 0" in received[0]
-    assert capsys.readouterr().err.splitlines()[-1] == f"decent-jax preflight: {received[0]}"
 
 
 def test_processes_with_different_devices(monkeypatch):

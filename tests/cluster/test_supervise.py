@@ -313,17 +313,6 @@ def test_what_each_host_is_told_to_start(monkeypatch, tmp_path):
             assert log == (run / f"process-{k}.log" if k else None)
 
 
-def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path, tiny_data, capsys):
-    """As it is a folder; nothing starts."""
-    workdir = tmp_path / "run"
-    (workdir / "process-1.log").mkdir(parents=True)
-    config = tiny.write_config(tmp_path / "config_file.py", tiny_data)
-    program = ["--", str(ROOT / "train.py"), "--config", str(config), f"--workdir={workdir}"]
-    assert supervise.main(["--processes", "2", *program]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(workdir) in said
-
-
 # In place of train.py; process 0 ends on SIGTERM as train.py does, the others ignore it.
 STAND_IN = """
 import os, pathlib, signal, sys, time

@@ -7,7 +7,6 @@ a small config file, NINES a number of 5,000 digits. test_damaged_files has the 
 
 import gzip
 import itertools
-import json
 import os
 import re
 import shlex
@@ -24,7 +23,6 @@ from refusals import refused, refuses
 from decent_jax import replicas, topology
 from decent_jax.commands import export
 from decent_jax.commands import main as command
-from decent_jax.data.translation import number_pairs
 from decent_jax.ground import fields, machine
 from decent_jax.ground.command_line import check_replaceable
 from decent_jax.ground.errors import ConfigError
@@ -119,7 +117,6 @@ RUN, TRAIN = "train --config CONFIG --workdir run", "train --config CONFIG --wor
 CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
 MODEL = "--parameters 1e6 --compute_s 0.1"
 TEXT = "text --input in --out out --tokenizer bytes --val_fraction 0.3"
-PAIRS = "translation --input in --out out --source_lang en --target_lang de --vocab_size 300"
 ROWS = [
     # What fits a field and no machine, no schedule or no run.
     ({}, f"{TRAIN}schedule=NINES", "schedule 4096"),
@@ -226,25 +223,6 @@ def assert_refused(arguments, named, folder, capsys):
     assert before.items() <= snapshot().items()
     new = set(folder.rglob("*")) - there
     assert not [path for path in new if "/." not in str(path.relative_to(folder.parent))]
-
-
-@pytest.mark.parametrize("kind", ["text", "translation"])
-@pytest.mark.parametrize("name", ["thesis.txt", "folder/"])
-def test_a_prepared_folder_with_a_file_of_the_users_is_not_overwritten(
-    kind, name, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    if kind == "translation":
-        number_pairs.write_files(tmp_path / "in", train=60, val=5, test=5, seed=0)
-    else:
-        (tmp_path / "in").mkdir()
-        lines = (json.dumps({"text": f"document {i}"}) + "\n" for i in range(40))
-        (tmp_path / "in/a.jsonl").write_text("".join(lines))
-    arguments = ["prepare", *shlex.split(TEXT if kind == "text" else PAIRS), "--workers", "1"]
-    assert command.main(arguments) == 0
-    path = tmp_path / "out" / name
-    path.mkdir() if name.endswith("/") else path.write_text("my thesis")
-    assert_refused([*arguments, "--overwrite"], f"out/{path.name}", tmp_path, capsys)
 
 
 # --- what a command may replace: a file of this package, nothing without an end -------------------

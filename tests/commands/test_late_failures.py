@@ -21,9 +21,8 @@ import raising_task
 import small_runs
 import tiny
 
-from decent_jax.checkpoints import on_disk
 from decent_jax.commands import main as command
-from decent_jax.ground import errors, json_files
+from decent_jax.ground import json_files
 from decent_jax.plots import runs as plot
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -148,8 +147,6 @@ PAIRS = "prepare translation --input in --out o --source_lang en --target_lang d
 SUPERVISE = "supervise --processes 2 -- config.py --config config.py --workdir"
 ALONE = "supervise --hosts a --via {} -- config.py --config config.py --workdir new"
 LATE = [
-    ({"in/b.jsonl": DOCUMENTS + b'{"text": 3}\n'}, PREPARE, "b.jsonl, line 41"),
-    ({"in/b.jsonl": DOCUMENTS + b'{"text": "\xff"}\n'}, PREPARE, "b.jsonl UTF-8"),
     ({"in/b.jsonl.gz": gzip.compress(DOCUMENTS)[:-9]}, PREPARE, "b.jsonl.gz"),
     ({"out": "mine"}, PREPARE, "out"),
     (IMAGES, "prepare images --input pictures --out o", "broken train/a/1.jpg"),
@@ -302,42 +299,3 @@ def test_a_task_that_raises(part, here, capfd):
     assert "of the task" in said and "raising_task.py, line" in said
     path = Path(re.search(r"(/\S+\.txt)", said)[1])
     assert "Traceback" in path.read_text() and "_raise(" in path.read_text()
-
-
-def test_an_optimizer_that_raises(here, capfd):
-    changes = {"algorithm": "decentralized_sgd", "optimizer__name": "raising_task.optimizer"}
-    write_config(here / "config.py", **changes)
-    assert "of the task" in last_line("train --config config.py --workdir new", (1, 2), capfd)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import nowhere\n",
-        "from decent_jax import train\nget_config = lambda: train.default_config('nowhere')\n",
-    ],
-)
-def test_a_config_file_that_raises(text, here, capfd):
-    """Others are in test_command_line."""
-    (here / "config.py").write_text(text)
-    for line in ("train --config config.py --workdir new", "preflight --config config.py --save n"):
-        last_line(line, (1, 2), capfd)
-
-
-@pytest.mark.parametrize("line", READ)
-def test_code_of_ours_that_raises(line, here, capfd, monkeypatch):
-    """As a kind that nobody foresaw does: still one sentence, and the code 1."""
-    tiny.write(small_runs.config("raising_task", steps=4), here / "config.py")
-
-    def raises(*_, **__):
-        raise RecursionError("too deep")
-
-    for name in ("read_json", "read_text", "read_bytes"):
-        monkeypatch.setattr(json_files, name, raises)
-    monkeypatch.setattr(on_disk, "steps", raises)
-    monkeypatch.setattr("decent_jax.train.saved_model.TrainedRun", raises)
-    monkeypatch.setattr("decent_jax.monitor.run_state.read", raises)
-    assert errors.unforeseen(KeyError("a"))
-    code = command.main(shlex.split(line))
-    said = capfd.readouterr().err
-    assert code in (0, 1, 2) and "Traceback" not in said

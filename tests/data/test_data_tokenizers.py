@@ -156,21 +156,6 @@ def test_gpt2_is_downloaded_or_refused_in_one_sentence(monkeypatch, tmp_path):
                 tokenizers.load("gpt2")
 
 
-def read_by_transformers(tokenizer, folder):
-    """`AutoTokenizer` of the files beside an exported model."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    for name, content in tokenizer.hf_files().items():
-        (folder / name).write_bytes(content)
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def test_gpt2_is_read_by_transformers(gpt2, tmp_path):
-    read = read_by_transformers(gpt2, tmp_path)
-    text = "Gossip, don't all-reduce!  naïve"
-    assert read(text)["input_ids"] == gpt2.encode(text).tolist()
-    assert read.eos_token_id == gpt2.end_of_text
-
-
 def test_from_manifest(gpt2, tmp_path):
     with refuses(tmp_path, "manifest.json", error=DataError):
         tokenizers.from_manifest(tmp_path)

@@ -1,9 +1,8 @@
-"""A task that raises in one of its parts, and an optimizer that does."""
+"""A task that raises in one of its parts."""
 
 from dataclasses import dataclass
 
 import line_task
-import optax
 
 from decent_jax.ground.fields import setting
 
@@ -68,9 +67,3 @@ def translator(run, beam):
         return [sentence.upper() for sentence in sentences]
 
     return translate
-
-
-def optimizer(learning_rate):
-    """One whose update raises in the words of somebody else."""
-    sgd = optax.sgd(learning_rate)
-    return optax.GradientTransformation(sgd.init, lambda *_: _raise(True))
