@@ -109,7 +109,7 @@ def test_processes_with_other_settings_of_jax_are_told_apart(monkeypatch, joins)
     config.cluster.update(coordinator="localhost:99", num_processes=2, process_id=1)
     for enabled in (False, True):
         with jax.enable_x64(enabled), refuses("enough"):
-            cluster.start(config)
+            cluster.start(config_lib.parse(config))
     told = rendezvous.difference(described, ["a", "b"])
     sides = "False on process 0 (a), True on process 1 (b)"
     assert told == f"the processes differ in JAX_ENABLE_X64: {sides}"
@@ -149,7 +149,7 @@ import sys, time
 from pathlib import Path
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
+from types import SimpleNamespace
 from decent_jax.cluster import start as cluster, watch
 from decent_jax.ground.errors import PEER_LOST, PeerLost
 
@@ -157,7 +157,7 @@ index, count, heartbeat_s = map(int, sys.argv[2:5])
 end, code = sys.argv[5], 0
 own = dict(coordinator=sys.argv[1], num_processes=count, process_id=index)
 own |= dict(heartbeat_s=heartbeat_s, timeout_s=300, exchange_s=600)
-config = ConfigDict(dict(cluster=own))
+config = SimpleNamespace(cluster=SimpleNamespace(**own), by_name={})
 if end == "1 fails":  # what process 1 waits for in vain
     watch._TOGETHER_S = 2
 try:

@@ -39,9 +39,7 @@ def test_a_delayed_step_is_a_message_and_its_steps(name):
     config = parse(config)
     schedule, task = config_lib.make_schedule(config), Layers(mixes_state=name == "nodes")
     placement = replicas.place(4, jax.devices()[:4])
-    tx = algorithm.transformation(
-        parse(config), schedule, lambda t: 0.01, None, placement.axis_name
-    )
+    tx = algorithm.transformation(config, schedule, lambda t: 0.01, None, placement.axis_name)
     assert tx.delayed.delay == numbers["delay"]
     step = step_lib.make_step(config, task, tx, rate, schedule, placement)
     state = step_lib.init_state(config, task, tx, placement)

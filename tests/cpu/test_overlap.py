@@ -281,7 +281,7 @@ def test_a_replica_that_is_not_finite_is_brought_back(case):
 
 def test_what_each_part_waits_for(case):
     """The gradient communicates nothing, the mix computes nothing of the model, and the update is
-    made in place, up to some arrays."""
+    made in place, up to some arrays and the flags of numbers that are finite."""
     made = case("plain")
     program = made.programs[1]
     own = program.compute.programs[0]  # of the first device
@@ -293,7 +293,7 @@ def test_what_each_part_waits_for(case):
     assert " dot(" in gradient and " dot(" not in mix and " dot(" not in finish
     assert " sqrt(" in finish
     last = program.apply.memory_analysis()
-    assert last.temp_size_in_bytes < 1.1 * made.bytes
+    assert last.temp_size_in_bytes < 1.3 * made.bytes
     assert last.output_size_in_bytes == pytest.approx(last.alias_size_in_bytes, rel=0.01)
     memory = xla.memory_of(program)
     held = sum(x.nbytes for x in jax.tree.leaves((made.state, made.batches[0]))) // 4
@@ -303,11 +303,11 @@ def test_what_each_part_waits_for(case):
 
 def test_an_update_that_is_all_late_is_in_place_too(case):
     """Decay in the gradient (L2) makes all of an update wait for the mixed parameters; all that
-    is new is the gradient with the decay, of two replicas."""
+    is new is the gradient with the decay, of two replicas, and the update with its flags."""
     made = case("l2")
     finish = made.programs[0].apply
     assert " sqrt(" in finish.as_text()
-    assert finish.memory_analysis().temp_size_in_bytes < 1.1 * 2 * made.bytes
+    assert finish.memory_analysis().temp_size_in_bytes < 2.3 * 2 * made.bytes
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ states that nobody else may use (an entry each): the first parameters of a peer 
 late, and what a peer has that was suspended for long while the others trained.
 """
 
+import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ class Simulated:
     """A peer of a `World`."""
 
     def __init__(self, world, rank, generation, fresh):
-        name, config = f"{rank}.{generation}", {"peers": vars(PEERS)}
+        name, config = f"{rank}.{generation}", SimpleNamespace(peers=PEERS)
         self.world, self.name, self.fresh = world, name, fresh
         self.place = SimpleNamespace(config=config, rank=rank, generation=generation, name=name)
         self.averager = Averager(
@@ -257,7 +258,7 @@ def members(*ranks, clock=lambda: 0.0):
 
 def begins(membership, rank=1, **more):
     """The donor of a peer's first state, None for its own; nobody gives one unless ``ask`` does."""
-    config = {"peers": vars(PEERS) | {"start_s": 30.0, "join_s": 60.0}}
+    config = SimpleNamespace(peers=dataclasses.replace(PEERS, start_s=30.0, join_s=60.0))
     place = SimpleNamespace(config=config, rank=rank, generation=0, name=f"{rank}.0")
     near = SimpleNamespace(call=lambda method, *args: getattr(membership, method)(*args))
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more

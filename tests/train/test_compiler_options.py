@@ -109,9 +109,10 @@ def test_memory_is_state_and_gradients_and_what_is_received(
     """With next to no activations: a sequence of 8 tokens through a million parameters.
 
     That is what a step needs, and the place of one array for what kernels work on, one after the
-    other (jaxlib 0.12 has it beside both trees, as its buffer assignment shows). XLA's default
-    order for CPUs takes half a copy more in gossip, to save time; the one that saves memory takes
-    half a copy more in all-reduce.
+    other (jaxlib 0.12 has it beside both trees, as its buffer assignment shows). XLA's CPU backend
+    also writes out the update, to see whether it is finite; on GPUs a kernel does both
+    (docs/accelerators.md). XLA's default order for CPUs takes half a copy more in gossip, to save
+    time; the one that saves memory takes half a copy more in all-reduce.
     """
     order = {"xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{order}"}
     monkeypatch.setattr(xla, "FOR_CPUS", xla.FOR_CPUS | order)
@@ -119,7 +120,7 @@ def test_memory_is_state_and_gradients_and_what_is_received(
     program, arrays = compiled(tiny.config(tiny_data, **changes))
     memory, params = xla.memory_of(program), sum(arrays)
     assert memory.state == pytest.approx(copies * params, rel=0.01)
-    assert memory.temporary < 2.02 * params + max(arrays), memory.temporary / params
+    assert memory.temporary < 3.02 * params + max(arrays), memory.temporary / params
 
 
 # --- where compiled programs are kept -------------------------------------------------------------
