@@ -1,9 +1,9 @@
 """Trees of arrays: arithmetic that keeps dtypes, and the guard against non-finite numbers.
 
 Non-finite numbers are rejected where they arise and never mixed in: an update with a non-finite
-loss or gradient is rejected, single numbers that overflow become 0, and neighbours ignore
-parameters that are not finite. This costs one pass over the gradients, one over the parameters, and
-one flag per message.
+loss or gradient is rejected, single numbers that overflow become 0 and the update is counted, and
+neighbours ignore parameters that are not finite. This costs one pass over the gradients, one over
+the parameters, one flag per message, and on CPUs a copy of the update.
 
 `optax.apply_if_finite` is the same idea for one model. It checks the whole update before it writes
 any of it, under a ``lax.cond``, stops the counts of learning-rate schedules, and cannot restore
