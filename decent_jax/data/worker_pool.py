@@ -142,12 +142,13 @@ def of_its_parent(*_: int) -> None:
 
 @contextlib.contextmanager
 def deaf_to_signals() -> Iterator[None]:
-    """Context in which processes start that neither Ctrl-C nor SIGTERM ends.
+    """Context in which processes start that neither Ctrl-C, SIGTERM nor SIGHUP ends.
 
     They inherit the mask of this thread; a signal to this process arrives afterwards.
     """
     resource_tracker.ensure_running()  # it would take the mask away
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C of a run."""
+"""SIGTERM, Ctrl-C and the end of the terminal of a run."""
 
 import contextlib
 import math
@@ -17,6 +17,7 @@ class Halted(Exception):
 class Signals:
     """Remembers SIGTERM and Ctrl-C for the loop to act on.
 
+    SIGHUP, which a terminal sends when it is closed, counts as SIGTERM unless nohup ignores it.
     Launchers send both, or one of them twice. Only a second Ctrl-C after `PATIENCE_S` means that
     the process should exit at once: without a checkpoint, and therefore with code 1.
 
@@ -31,8 +32,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._remember)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,7 +43,7 @@ class Signals:
 
     def _remember(self, number: int, frame: object):
         if self.received is None:
-            self.received = number
+            self.received = signal.SIGTERM if number == signal.SIGHUP else number
         if number == signal.SIGINT:
             now = time.monotonic()
             if now >= self._pressed + PATIENCE_S:

@@ -149,6 +149,7 @@ def test_a_reader_that_dies_is_one_sentence_and_a_checkpoint(command, tmp_path):
         ("INT@0 TERM@0 TERM@9", False),  # launch/again.sh answers a terminal's Ctrl-C
         ("INT@0 INT@1", False),  # as a shell and a supervisor both pass it on
         ("TERM@0 INT@9", False),
+        ("HUP@0", False),  # a terminal that is closed
         ("TERM@0 TERM@60", False),
         ("INT@0 INT@1 INT@3", True),
         ("TERM@0 INT@9 INT@12", True),
@@ -165,8 +166,19 @@ def test_only_one_more_ctrl_c_some_seconds_later_ends_at_once(signals, ends, mon
             name, _, at = word.partition("@")
             now[0] = float(at)
             signal.raise_signal(signal.Signals[f"SIG{name}"])
-    assert received.received == signal.Signals[f"SIG{signals.partition('@')[0]}"]
+    first = signals.partition("@")[0].replace("HUP", "TERM")
+    assert received.received == signal.Signals[f"SIG{first}"]
     assert codes == ([1] if ends else [])
+
+
+def test_a_run_that_nohup_started_does_not_hear_its_terminal_close():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_lib.Signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert received.received is None
 
 
 def test_a_run_whose_standard_streams_are_closed(tmp_path, monkeypatch, compile_once):
