@@ -146,7 +146,8 @@ def deaf_to_signals() -> Iterator[None]:
 
     They inherit the mask of this thread; a signal to this process arrives afterwards.
     """
-    resource_tracker.ensure_running()  # it would take the mask away
+    with handled(signal.SIGHUP, signal.SIG_IGN):  # as it ignores the others
+        resource_tracker.ensure_running()  # it would take the mask away
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

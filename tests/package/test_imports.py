@@ -58,7 +58,7 @@ MOST_LINES = {
     "replicas": 208,
     "optim": 1447,
     "models": 1481,
-    "data": 3415,
+    "data": 3416,
     "tasks": 1061,
     "train": 3416,
     "checkpoints": 861,
