@@ -99,12 +99,13 @@ _DEFAULTS: dict[str, Json] = {
     "gpt2": {
         **{"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
         **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
-        **{"scale_attn_weights": True, "tie_word_embeddings": True},
+        **{"scale_attn_weights": True, "tie_word_embeddings": True, "is_causal": True},
     },
     "llama": {
         **{"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
         **{"intermediate_size": 11008, "hidden_act": "silu", "rms_norm_eps": 1e-6},
         **{"rope_theta": 10000.0, "rope_type": "default", "tie_word_embeddings": False},
+        "is_causal": True,
     },
 }
 _FIELDS = {  # fields of a run's config that correspond to keys of config.json
@@ -117,23 +118,22 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish
 _ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and of those before
 _OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # They do not affect the function that the weights compute (vocab_size: its rows are checked).
-_NEUTRAL = {
-    *("_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout"),
-    *("attn_pdrop", "chunk_size_feed_forward", "dtype", "embd_pdrop", "id2label"),
-    *("initializer_range", "keys_to_ignore_at_inference", "label2id", "max_position_embeddings"),
-    *("model_type", "n_ctx", "pretraining_tp", "problem_type", "reorder_and_upcast_attn"),
-    *("resid_pdrop", "return_dict", "summary_activation", "summary_first_dropout"),
-    *("summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params"),
-    *("torch_dtype", "transformers_version", "use_cache", "vocab_size", *_ROPE),
-    *(
-        "_num_labels",
-        "finetuning_task",
-        "gradient_checkpointing",
-        "num_labels",
-        "output_attentions",
-    ),
-    *("output_hidden_states", "output_past", "tokenizer_class", "torchscript", "use_bfloat16"),
-}
+_NEUTRAL = {*_ROPE} | set(
+    str.split(
+        "_attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels "
+        "architectures attention_dropout attn_pdrop chunk_size_feed_forward do_sample dtype "
+        "early_stopping embd_pdrop finetuning_task gradient_checkpointing id2label "
+        "initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty "
+        "max_length max_new_tokens max_position_embeddings min_length model_type n_ctx n_special "
+        "neftune_noise_alpha no_repeat_ngram_size num_beams num_labels num_return_sequences "
+        "output_attentions output_hidden_states output_past predict_special_tokens prefix "
+        "pretraining_tp problem_type reorder_and_upcast_attn repetition_penalty resid_pdrop "
+        "return_dict summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+        "summary_use_proj task_specific_params temperature tokenizer_class top_k top_p "
+        "torch_dtype torchscript transformers.js_config transformers_version typical_p "
+        "unsloth_fixed unsloth_version use_bfloat16 use_cache vocab_size "
+    )
+)
 
 
 def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:

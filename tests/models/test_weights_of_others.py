@@ -90,6 +90,7 @@ LLAMA_3_ROPE = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
         ("gpt2", {"n_head": "absent"}, ("n_head", "--config.model.heads=12")),
         ("gpt2", {"n_layer": 3, "n_embd": 8}, ("model.layers=3", "model.width=8")),
         ("gpt2", {"n_inner": 48}, ("n_inner", "48")),
+        ("gpt2", {"is_causal": False}, ("is_causal",)),
         ("gpt2", {"tie_word_embeddings": False}, ("--config.model.tied=False",)),
         ("gpt2", {"model_type": "gpt_neo"}, ("model_type", "gpt_neo", "gpt2")),
         ("gpt2", {"model_type": "absent"}, ("model_type", None)),
@@ -119,6 +120,7 @@ LLAMA_3_ROPE = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
         ("gpt2", {"rope_theta": 1e4}, ("rope_theta", "10000.0")),
         ("gpt2", {"num_key_value_heads": 1}, ("num_key_value_heads",)),
         ("llama_3", {"n_embd": 16}, ("n_embd",)),
+        ("llama_3", {"is_causal": False}, ("is_causal",)),
         ("llama_3", {"rope_parameters": {"rope_theta": 5e5, "factor": 8.0}}, ("factor", "8.0")),
         (
             "llama_3",
@@ -142,6 +144,10 @@ def test_another_model_is_refused_by_name(changed, name, said, named):
         ("llama_3", {"head_dim": None, "pretraining_tp": 2, "sliding_window": None}),
         ("gpt2", {"_num_labels": 1, "output_past": True, "tokenizer_class": "GPT2Tokenizer"}),
         ("gpt2", {"gradient_checkpointing": True, "output_attentions": True, "num_labels": 1}),
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True}),  # gpt2-medium
+        ("llama_3", {"is_llama_config": True, "transformers.js_config": {}, "is_causal": True}),
+        ("llama_3", {"transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True}),
+        ("llama_3", {"max_length": 4096, "temperature": 0.6, "top_p": 0.9, "do_sample": True}),
     ],
 )
 def test_what_changes_nothing_is_accepted(changed, name, said):
