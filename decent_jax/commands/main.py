@@ -85,11 +85,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def import_module(name: str) -> types.ModuleType:
-    """A module; ConfigError where jax refuses a variable of the environment as it is imported."""
+    """A module; ConfigError where jax refuses a variable of the environment as it is imported.
+
+    Ctrl-C ends the process at once. Python would ignore a KeyboardInterrupt where it comes while
+    the garbage collector calls jax, which is often as modules are imported.
+    """
+
+    def leave_at_once(number, frame):
+        os.write(2, b"decent-jax: interrupted\n")
+        os._exit(128 + signal.SIGINT)
+
+    alone = threading.current_thread() is threading.main_thread()
+    raises = alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
+        if raises:
+            signal.signal(signal.SIGINT, leave_at_once)
         return importlib.import_module(name)
     except ValueError as error:
         raise ConfigError(f"a variable of the environment cannot be used: {error}") from None
+    finally:
+        if raises:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def console() -> None:

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -280,6 +281,17 @@ def test_a_reader_that_has_seen_enough(line, here, capfd, monkeypatch):
     sys.stdout.close()
     assert end.value.code == 128 + signal.SIGPIPE
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["pass", "gc.callbacks.append(lambda *_: press()); gc.collect()"])
+def test_ctrl_c_while_modules_are_imported(where, tmp_path):
+    """Also where Python would ignore it: in a callback of the garbage collector, as jax has one."""
+    press = "def press(): os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "slow.py").write_text(f"import gc, os, signal\n{press}\n{where}\npress()\n")
+    code = "from decent_jax.commands import main; main.import_module('slow')"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert (ended.returncode, ended.stderr.count(b"\n")) == (128 + signal.SIGINT, 1)
 
 
 # --- Code of others that raises -------------------------------------------------------------------
