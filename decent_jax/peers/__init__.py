@@ -36,18 +36,26 @@ class Peers:
     restarts: int = changeable(3, "how often a dead peer is replaced", at_least=0)
     cpus: float = changeable(0.0, "cores that Ray reserves for a peer; 0: none", at_least=0)
     gpus: float = changeable(0.0, "GPUs that Ray gives to a peer", at_least=0)
-    beat_s: float = changeable(0.2, "seconds between two reports of a peer", above=0)
     exchange_s: float = changeable(
         10.0, "seconds after which a pairwise average times out", above=0
     )
     silent_s: float = changeable(
-        5.0, "seconds without a report after which a peer is no longer asked", above=0
+        5.0, "seconds without a report after which a peer is no longer asked", at_least=0.5
     )
-    join_s: float = changeable(60.0, "seconds that sending a state to a new peer may take", above=0)
     start_s: float = changeable(300.0, "seconds within which the first peer must train", above=0)
-    stop_s: float = changeable(
-        60.0, "seconds that peers have to save and end before they are killed", above=0
-    )
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two reports of a peer: many may be late before it counts as silent."""
+        return self.silent_s / 25
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for the state of a peer that joins, and for all peers to save and end.
+
+        A join sends more than an average; a peer that leaves averages once more, and both settle.
+        """
+        return 6 * self.exchange_s
 
 
 SECTIONS = {"peers": Peers}

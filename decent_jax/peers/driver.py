@@ -307,7 +307,7 @@ class Driver:
             peers.refresh()
             now, step = time.monotonic(), min(peers.step(), steps)
             if (signals.received is not None or step >= steps) and math.isinf(stop_by):
-                stop_by = now + self.config.peers.stop_s
+                stop_by = now + self.config.peers.patience_s
                 if signals.received is not None:
                     peers.stop()
             if now > stop_by or (stop_by < math.inf and peers.ended and not peers.trains()):

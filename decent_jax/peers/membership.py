@@ -326,10 +326,10 @@ def state_to_join(
         for name, address in members:
             asked = clock()
             try:
-                joined = ask(address, secret, peers.join_s)
+                joined = ask(address, secret, peers.patience_s)
             except BROKEN as error:
-                late = f"within peers.join_s ({peers.join_s:g} s)"
-                why = late if clock() >= asked + peers.join_s else f"({type(error).__name__})"
+                late = f"within 6 peers.exchange_s ({peers.patience_s:g} s)"
+                why = late if clock() >= asked + peers.patience_s else f"({type(error).__name__})"
                 say(f"peer {name} sends no state {why}")
                 continue
             if joined is not None and admits(joined.donor):

@@ -110,7 +110,7 @@ class Peer:
         if not boundary.ready:
             return None
         try:
-            state = boundary.want_state().result(timeout=self._place.config.peers.join_s)
+            state = boundary.want_state().result(timeout=self._place.config.peers.patience_s)
         except (RuntimeError, TimeoutError):  # it has ended, or its steps take too long
             return None
         return state._replace(arrays=on_host(state.arrays))

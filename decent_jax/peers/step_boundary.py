@@ -332,7 +332,7 @@ class StepBoundary:
 class PeerRunner:
     """See `decent_jax.train.loop.Runner`: one replica, which does not evaluate."""
 
-    memory = average = evaluate = None
+    memory = evaluate = None
 
     def __init__(self, experiment: Experiment, work: Workdir, boundary: StepBoundary):
         self.experiment, self._boundary = experiment, boundary

@@ -208,7 +208,7 @@ class Supervisor:
         for rank, peer in self.live.items():
             why = "had not begun to train when the others ended"
             if late:
-                why = f"did not end within peers.stop_s ({peers.stop_s:g} s)"
+                why = f"did not end within 6 peers.exchange_s ({peers.patience_s:g} s)"
             elif self.of(rank)["ready"]:
                 why = f"has been silent for peers.silent_s ({peers.silent_s:g} s)"
             self._say(f"peer {rank} {why} and is killed")

@@ -118,7 +118,6 @@ def check(config: Config) -> None:
         "micro_batches": [1],
         "mesh.fsdp": [1],
         "data.partition": ["iid"],
-        "max_consensus_distance": [0],
         "cluster.coordinator": [""],
     }
     fields.check_allowed(config, allowed)

@@ -74,7 +74,7 @@ def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
 class Pipelines:
     """See `decent_jax.train.loop.Runner`."""
 
-    state = memory = average = None
+    state = memory = None
 
     def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], workers: Workers):
         self.experiment, self.work, self._workers = experiment, work, workers

@@ -385,11 +385,6 @@ def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
             "gamma_lr_exponent",
             "must be 0 where learning_rate is 0",
         ),
-        (
-            not (config.max_consensus_distance and method.copies),
-            "max_consensus_distance",
-            f"must be 0: it averages parameters only, and {name} keeps copies that belong to them",
-        ),
     )
     if config.mesh.fsdp > 1:
         _check_sharded(config, schedule)

@@ -5,7 +5,7 @@ A `Runner` makes the steps: synchronous replicas (`decent_jax.train.synchronous`
 the results of a step while the next one runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -19,7 +19,7 @@ from decent_jax.ground.json_files import Json
 from decent_jax.monitor import goodput
 from decent_jax.monitor.goodput import Clock, Ledger
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.observers import Averaging, Evaluating, Observer, Pause, SavingInMemory
+from decent_jax.train.observers import Evaluating, Observer, Pause, SavingInMemory
 from decent_jax.train.rows import Observed, Rows
 from decent_jax.train.saver import Saver
 from decent_jax.train.signals import Halted, Signals
@@ -32,7 +32,6 @@ class Runner(Observed, Protocol):
     Attributes:
       checkpoints: on disk, as `decent_jax.checkpoints.on_disk.Checkpointer`.
       memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
-      average: sets all replicas to their mean; None: ``max_consensus_distance`` is refused.
       messages: their entries in ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
 
@@ -41,9 +40,6 @@ class Runner(Observed, Protocol):
 
     @property
     def memory(self) -> MemoryCheckpoints | None: ...
-
-    @property
-    def average(self) -> Callable[[], None] | None: ...
 
     def restore(self) -> tuple[int, Json]:
         """Restore the newest checkpoint, or create a state; returns steps done, and the meta."""
@@ -142,10 +138,8 @@ def observers_of(
     runner: Runner, rows: Rows, saver: Saver, evaluating: Evaluating
 ) -> list[Observer]:
     """The observers of a run, in the order in which they act."""
-    average, memory = runner.average, runner.memory
-    bound = runner.experiment.config.max_consensus_distance
+    memory = runner.memory
     return [
-        *([Averaging(average, rows)] if average is not None and bound else []),
         *([evaluating] if runner.evaluate is not None else []),
         saver,
         *([SavingInMemory(runner, memory, rows, saver)] if memory is not None else []),

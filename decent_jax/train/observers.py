@@ -1,6 +1,5 @@
 """What falls due between the steps of a run, with `decent_jax.train.saver.Saver`."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from decent_jax.checkpoints.in_memory import AUTOMATIC, MemoryCheckpoints
@@ -30,28 +29,6 @@ class Observer(Protocol):
     def act(self, done: int) -> None:
         """Do it, after ``done`` steps."""
         ...
-
-
-class Averaging:
-    """Averages all replicas once where a row shows that they are too far apart.
-
-    It acts before the next step, so that a resumed run averages at the same step as an
-    uninterrupted one.
-    """
-
-    waits = True
-
-    def __init__(self, average: Callable[[], None], rows: Rows):
-        self._average, self._rows = average, rows
-
-    def due(self, before: int, done: int) -> bool:
-        """See `Observer`."""
-        return self._rows.ends(before, done)
-
-    def act(self, done: int) -> None:
-        """See `Observer`."""
-        if self._rows.too_far:
-            self._average()
 
 
 class Evaluating:

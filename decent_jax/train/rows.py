@@ -11,7 +11,6 @@ import numpy as np
 
 from decent_jax.cluster import supervise
 from decent_jax.ground.errors import TrainingFailed
-from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import Json
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.pytree import PyTree
@@ -88,8 +87,6 @@ class Rows:
       clock, writer: as above.
       done: steps of the run, also those that are still computing.
       step_s: seconds of a step, in the last row.
-      too_far: whether the row of the last steps shows that replicas are past
-        ``config.max_consensus_distance``.
     """
 
     def __init__(
@@ -110,7 +107,7 @@ class Rows:
         self._summarize = jax.jit(_summarize, out_shardings=everywhere)
         self._gather = jax.jit(lambda sums: sums, out_shardings=everywhere)
         self._compiled = False
-        self.step_s, self.too_far = math.inf, False
+        self.step_s = math.inf
         # The unfinished row:
         self._sums: PyTree = None
         self._steps = 0
@@ -171,7 +168,7 @@ class Rows:
           TrainingFailed: see `settle`.
         """
         self.settle()
-        before, self.done, self.too_far = self.done, self.done + len(of_steps), False
+        before, self.done = self.done, self.done + len(of_steps)
         with contextlib.nullcontext() if self._compiled else self.clock.of("compiling"):
             for metrics in of_steps:
                 self._measured.append(metrics.pop("measured", {}))
@@ -238,13 +235,6 @@ class Rows:
         self.writer.write(done, row)
         self._progress.update(done, shown(row, self._task.unit))
         supervise.reached(done)
-        bound, distance = self._config.max_consensus_distance, float(consensus.relative)
-        self.too_far = bound > 0 and not distance <= bound
-        if self.too_far:
-            self._progress.note(
-                f"step {done}: the consensus distance {format_number(distance)} (relative) is past "
-                f"the bound {bound:g}: all replicas are averaged once"
-            )
 
     def _look_at(self, done: int, failing: int, skipped: np.ndarray) -> None:
         """Report updates that were not finite, and end a run that makes no progress.

@@ -123,9 +123,6 @@ class Config(TaskConfig):
     same_init: bool = setting(
         True, "all replicas start equal; False: each draws its own parameters"
     )
-    max_consensus_distance: float = changeable(
-        0.0, "relative distance above which all replicas are averaged once; 0: never", at_least=0
-    )
     steps: int = changeable(1000, "updates of each replica", at_least=0)
     epochs: float = changeable(0.0, "passes over the data; above 0, it replaces steps", at_least=0)
     max_failing_steps: int = changeable(

@@ -11,12 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from decent_jax import optim, replicas
+from decent_jax import replicas
 from decent_jax.checkpoints.in_memory import open_memory_checkpoints
 from decent_jax.cluster import watch
 from decent_jax.ground.format import format_duration, format_number
 from decent_jax.ground.json_files import Json
-from decent_jax.ground.pytree import PyTree
 from decent_jax.monitor.goodput import Clock
 from decent_jax.replicas import TrainState
 from decent_jax.train import conclusion, loop
@@ -69,12 +68,6 @@ class Synchronous:
             work.console.say,
         )
         self._evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
-        placement = experiment.placement
-
-        def averaged(params: PyTree, weights: PyTree):
-            return placement.place_all(replicas.resize(params, placement.num_replicas, weights))
-
-        self._averaged = jax.jit(averaged, donate_argnums=0)
 
     @property
     def state(self) -> TrainState:
@@ -92,12 +85,6 @@ class Synchronous:
     def consensus(self) -> replicas.Consensus:
         """See `decent_jax.train.loop.Runner`."""
         return self._evaluator.distance(self.state.params)
-
-    def average(self) -> None:
-        """See `decent_jax.train.loop.Runner`."""
-        weights = optim.consensus_weights(self.state.opt_state)
-        params = self._averaged(self.state.params, weights)
-        self.stepper.state = self.state._replace(params=params)
 
     def evaluate(self, pause: Callable[[], None]) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`."""

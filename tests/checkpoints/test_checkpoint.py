@@ -196,22 +196,9 @@ def test_checkpoints_by_time(tmp_path):
         assert tiny.saved_steps(folder) == wanted
 
 
-def test_averages_past_the_bound_are_repeated_by_a_resumed_run(tmp_path, capsys):
-    """The bound is acted on at the step it is measured at, whether or not a checkpoint is due."""
-    changes = {"max_consensus_distance": 1e-3, "checkpoint": {"every": 0}, "steps": 6}
-    straight = tiny.run(config(**changes), tmp_path / "straight")
-    assert "is past the bound 0.001" in capsys.readouterr().err
-    interrupt(tmp_path / "run", 3, **changes)
-    tiny.run(config(**changes), tmp_path / "run")
-    tiny.assert_same_state(tmp_path / "run", straight, 6)
-    distances = [row["train/consensus_distance_relative"] for row in tiny.rows(straight)]
-    free = tiny.run(config(**changes | {"max_consensus_distance": 0.0}), tmp_path / "free")
-    assert distances[-1] < tiny.rows(free)[-1]["train/consensus_distance_relative"]
-
-
 def test_more_steps_compile_nothing_more(tmp_path, programs):
     """A function that is jitted anew at every call would be compiled at every call."""
-    changes = {"max_consensus_distance": 1e-3, "eval": {"every": 2}, "checkpoint": {"every": 2}}
+    changes = {"eval": {"every": 2}, "checkpoint": {"every": 2}}
 
     def compiled(steps):
         programs.clear()

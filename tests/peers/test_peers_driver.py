@@ -267,16 +267,17 @@ def test_a_peer_is_replaced_as_often_as_the_config_says(session):
 
 @pytest.mark.parametrize(
     ("ready", "late", "why"),
-    [(False, False, "begun to train"), (True, False, "silent_s"), (True, True, "stop_s")],
+    [(False, False, "begun to train"), (True, False, "silent_s"), (True, True, "exchange_s")],
 )
 def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, session):
-    """Who still joins when the others end, after 2 s, has not exceeded peers.stop_s, 60 s."""
+    """Who still joins when the others end, after 2 s, has not exceeded 6 peers.exchange_s, 60 s."""
     supervisor = session.supervisor
     actors = [one.actor for one in supervisor.live.values()]
     supervisor.status = {k: {"ready": ready, "member": False, "steps": 3} for k in supervisor.live}
     supervisor.kill_the_rest(late)
     assert len(session.said) == 4 and all(why in line for line in session.said)
-    assert sum(name in session.said[0] for name in ("begun to train", "silent_s", "stop_s")) == 1
+    named = ("begun to train", "silent_s", "exchange_s")
+    assert sum(name in session.said[0] for name in named) == 1
     assert all(actor.killed for actor in actors) and supervisor.unsaved == 4 and not supervisor.live
 
 
@@ -378,7 +379,7 @@ def test_where_no_peer_trains_the_reason_is_said(kind, start_s, is_late, tmp_pat
 
 
 def test_an_interrupted_run_says_how_many_peers_have_not_saved(tmp_path):
-    with driven(tmp_path, Stopped, stop_s=1e-3) as driver:
+    with driven(tmp_path, Stopped, exchange_s=1e-4) as driver:
         with pytest.raises(Interrupted, match="all but 4 peers") as stopped:
             driver.run()
         assert stopped.value.code == 130 and driver.peers.unsaved == 4

@@ -223,7 +223,7 @@ def test_a_peer_that_must_end_averages_with_nobody(how, in_process):
 def test_reports_end_when_the_peer_does(in_process):
     many = 100_000  # it reports as often as it likes while this thread waits for a core
     beats = Answers(*[(0, BOTH)] * many)
-    reporter = reporter_of(in_process, beats, beat_s=0.001)
+    reporter = reporter_of(in_process, beats, silent_s=0.025)
     thread = threading.Thread(target=reporter.run)
     thread.start()
     while len(beats.answers) == many:

@@ -23,7 +23,7 @@ from decent_jax.peers.protocol import Averager, Format, JoinState
 from decent_jax.peers.step_boundary import NotJoined
 
 N, RANKS, ENTRIES = 2, 4, 400
-PEERS = Peers(silent_s=5.0, max_lag=4, start_s=1e9, exchange_s=1e9, join_s=1e9)
+PEERS = Peers(silent_s=5.0, max_lag=4, start_s=1e9, exchange_s=1e9)
 
 
 class Later(Exception):
@@ -258,7 +258,7 @@ def members(*ranks, clock=lambda: 0.0):
 
 def begins(membership, rank=1, **more):
     """The donor of a peer's first state, None for its own; nobody gives one unless ``ask`` does."""
-    config = SimpleNamespace(peers=dataclasses.replace(PEERS, start_s=30.0, join_s=60.0))
+    config = SimpleNamespace(peers=dataclasses.replace(PEERS, start_s=30.0, exchange_s=10.0))
     place = SimpleNamespace(config=config, rank=rank, generation=0, name=f"{rank}.0")
     near = SimpleNamespace(call=lambda method, *args: getattr(membership, method)(*args))
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
@@ -275,7 +275,7 @@ def test_all_begin_with_the_same_state_until_somebody_has_made_a_step():
     assert begins(membership, 2, ask=lambda *_: JoinState("0.0", 7, [])) == "0.0"
 
 
-@pytest.mark.parametrize(("seconds", "why"), [(0, "(EOFError)"), (60, "peers.join_s (60 s)")])
+@pytest.mark.parametrize(("seconds", "why"), [(0, "(EOFError)"), (60, "6 peers.exchange_s (60 s)")])
 def test_a_state_that_does_not_arrive_says_whether_it_was_too_slow(seconds, why, capsys):
     membership, now = members(0), [0.0]
     membership.add(1, 0, None)

@@ -131,18 +131,18 @@ def gossiped_momentum(x, momentum=0.9, combine="atc"):
             x = mix(W, x - lr * direction)
 
 
-def quasi_global_sgd(x, momentum=0.9, mu=0.9):
+def quasi_global_sgd(x, momentum=0.9):
     """Quasi-global momentum (Lin et al. 2021) without Nesterov.
 
-    d = b m + g; x+ = W (x - lr d); m+ = mu m + (1 - mu) (x - x+) / lr. The released code
-    (epfml/quasi-global-momentum) is this, its ``factor`` being 1 - mu = 0.1 unless set.
+    d = b m + g; x+ = W (x - lr d); m+ = b m + (1 - b) (x - x+) / lr. The released code
+    (epfml/quasi-global-momentum) is this, its ``factor`` being 1 - b = 0.1 unless set.
     """
     m = np.zeros_like(x)
     while True:
         g, W, lr, _ = yield x
         old = x
         x = mix(W, x - lr * (momentum * m + g))
-        m = mu * m + (1 - mu) * (old - x) / lr
+        m = momentum * m + (1 - momentum) * (old - x) / lr
 
 
 # Corrections of the bias that different data leave.

@@ -121,20 +121,17 @@ algorithm=gossiped_momentum mix_rounds=3 | mix_rounds | 3
 mix_rounds=0 | mix_rounds | 0
 algorithm=gradient_tracking gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 learning_rate=0.0 gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
-algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5
 algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
 trainer=peers algorithm=d2 schedule=bidirectional_ring | algorithm | d2
-trainer=peers algorithm=swarm optimizer.name=sgd peers.exchange_s=50 | peers.stop_s | 60
+trainer=peers algorithm=swarm optimizer.name=sgd peers.start_s=4 | peers.start_s | 4
 trainer=peers algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
-trainer=peers algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
 trainer=peers algorithm=swarm optimizer.name=sgd codec=int8 | codec | int8
 trainer=peers algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
 trainer=pipelines pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
 trainer=pipelines pipeline.stages=2 micro_batches=2 | micro_batches | 2
 trainer=pipelines pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
 trainer=pipelines pipeline.stages=2 algorithm=gradient_tracking | algorithm | gradient_tracking
-trainer=pipelines pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_distance | 0.5
 """
 
 # The words that people see, whole; the only ones of this file.

@@ -1,6 +1,6 @@
 """Quasi-global momentum: momentum of the movement of the mixed model."""
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,12 @@ def quasi_global_sgd(
     axis_name: AxisName = "replica",
     gradient: optax.GradientTransformation | None = None,
     codec: Codec | None = None,
-    *,
-    mu: Annotated[float, "decay of the momentum, in [0, 1)"] = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
 
     .. math::
         x_i^{+} = \sum_j W_{ij} \big(x_j - \eta (g_j + \beta m_j)\big), \qquad
-        m_i \leftarrow \mu m_i + (1 - \mu) (x_i - x_i^{+}) / \eta
+        m_i \leftarrow \beta m_i + (1 - \beta) (x_i - x_i^{+}) / \eta
 
     One message per step, one copy of the parameters (m). A step with ``eta = 0`` does not change m.
     Valid on every doubly stochastic schedule, also with local steps (``round=None``).
@@ -43,9 +41,8 @@ def quasi_global_sgd(
     Args:
       learning_rate: ``eta``, a float or an optax schedule of the step.
       schedule, axis_name, codec: as in `decentralized`.
-      momentum: ``beta``, in [0, 1).
+      momentum: ``beta``, in [0, 1); also the decay of m (the paper's ``mu``), as in the paper.
       gradient: applied to g first, such as clipping or L2 decay.
-      mu: decay of the momentum, in [0, 1); the paper sets it to ``beta``.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
@@ -53,7 +50,6 @@ def quasi_global_sgd(
     """
     mixing = Mixing(schedule, axis_name, codec, "quasi_global")
     validation.below_one("momentum", momentum)
-    validation.below_one("quasi_global.mu", mu)
 
     def step(params: PyTree, own: MomentumState, round: RoundId, local: Local) -> Stepped:
         rate = rate_at(learning_rate, local.count)
@@ -64,7 +60,7 @@ def quasi_global_sgd(
         divisor = jnp.where(is_zero, 1, rate)
 
         def follow(m: jax.Array, d: jax.Array) -> jax.Array:
-            new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / divisor.astype(m.dtype)
+            new = jnp.asarray(momentum, m.dtype) * m + (1 - momentum) * d / divisor.astype(m.dtype)
             # A replica that is not finite has no movement for its momentum to follow.
             return jnp.where(is_zero | ~jnp.isfinite(d), m, new)
 
@@ -74,6 +70,4 @@ def quasi_global_sgd(
     return method(gradient, step, filled(MomentumState), axis_name)
 
 
-register(
-    "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), section="quasi_global", copies=1
-)
+register("quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1)
