@@ -37,10 +37,10 @@ class TopK(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """The ``density`` of largest magnitude of every chunk, at least one number, in ``bits`` each.
+    """The ``density`` of largest magnitude of every chunk, at least one number, in 2 bits each.
 
     An array is cut into chunks of ``chunk`` numbers (a single chunk if it is smaller; the last one
-    is zero-padded). With 2 bits a number becomes its sign, and whether its magnitude is at least
+    is zero-padded). A number becomes its sign, and whether its magnitude is at least
     the mean of those sent from its chunk. It is decoded as the mean of its half, a bfloat16 per
     half and chunk. This never increases an error: the decoded array is closer to x than zero is.
 
@@ -49,15 +49,12 @@ class ChunkedTopK(Codec):
 
     density: float = 1 / 64
     chunk: int = 4096
-    bits: int = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise ValueError(f"density must be above 0 and at most 1, got {self.density}")
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
-        if self.bits not in (2, 32):
-            raise ValueError(f"bits must be 2 or 32 (not quantized), got {self.bits}")
 
     def encode(self, x: Array, noise: Array = None) -> Parts:
         count, width, count_sent = self._sizes(x.size)
@@ -65,8 +62,6 @@ class ChunkedTopK(Codec):
         _, places = jax.lax.top_k(jnp.abs(chunks), count_sent)
         values = jnp.take_along_axis(chunks, places, axis=1)
         packed = _pack(places, _bits_for(width))
-        if self.bits == 32:
-            return values, packed
         size = jnp.abs(values)
         large = size >= size.mean(axis=1, keepdims=True)
         means = [_mean_where(size, half) for half in (large, ~large)]
@@ -77,12 +72,10 @@ class ChunkedTopK(Codec):
     def decode(self, parts: Parts, like: Array) -> Array:
         count, width, count_sent = self._sizes(like.size)
         places = _unpack(parts[1], _bits_for(width), count_sent)
-        values = parts[0]
-        if self.bits == 2:
-            codes = _unpack(parts[0], 2, count_sent)
-            scales = jax.lax.bitcast_convert_type(parts[2], jnp.bfloat16).astype(like.dtype)
-            size = jnp.where(codes % 2 == 1, scales[:, :1], scales[:, 1:])
-            values = jnp.where(codes >= 2, -size, size)
+        codes = _unpack(parts[0], 2, count_sent)
+        scales = jax.lax.bitcast_convert_type(parts[2], jnp.bfloat16).astype(like.dtype)
+        size = jnp.where(codes % 2 == 1, scales[:, :1], scales[:, 1:])
+        values = jnp.where(codes >= 2, -size, size)
         rows = jnp.arange(count)[:, None]
         chunks = jnp.zeros((count, width), like.dtype).at[rows, places].set(values)
         return chunks.reshape(-1)[: like.size].reshape(like.shape)

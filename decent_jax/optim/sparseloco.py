@@ -7,7 +7,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.sparse import ChunkedTopK
 from decent_jax.ground.pytree import PyTree
-from decent_jax.optim import trees, validation
+from decent_jax.optim import validation
 from decent_jax.optim.method_wrapper import Feedback, Mixing
 from decent_jax.optim.outer_steps import Arrays, Departure, Message, movement, outer_steps
 from decent_jax.optim.registry import ADAM_FIRST, Numbers, Parts, coded_bytes, register
@@ -19,16 +19,11 @@ def sparseloco(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     same_init: bool = True,
-    mix_every: int = 1,
     *,
     density: Annotated[float, "share of every chunk that is sent, in (0, 1]"] = 1 / 64,
     chunk: Annotated[int, "numbers per chunk"] = 4096,
-    bits: Annotated[int, "2 or 32, per number sent"] = 2,
     decay: Annotated[float, "decay of the residual, in [0, 1]"] = 0.95,
-    outer_learning_rate: Annotated[float, "factor of the movement"] = 1.0,
     clipped: Annotated[bool, "True: clip messages to their median norm"] = False,
-    delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
-    carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo with sparse messages and error feedback.
 
@@ -38,12 +33,11 @@ def sparseloco(
     .. math::
         e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = C(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad
-        \theta \leftarrow \theta - \eta\, \tfrac1n \textstyle\sum_j q_j, \qquad
+        \theta \leftarrow \theta - \tfrac1n \textstyle\sum_j q_j, \qquad
         x_i \leftarrow \theta
 
     The residual of C stays in e and is sent later; e also acts as momentum, so there is no outer
-    momentum. With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer
-    momentum. It is `diloco` with this codec.
+    momentum. It is `diloco` with this codec and ``outer = optax.sgd(1.0)``.
 
     ``clipped`` scales each replica's message for an array down to the median of their norms, so
     that no single replica can mislead the others:
@@ -61,11 +55,8 @@ def sparseloco(
       same_init: must be True, for the same reason.
       density: the share of every chunk that is sent, in (0, 1].
       chunk: numbers per chunk.
-      bits: 2 or 32 per number sent.
       decay: the decay beta of the residual, in [0, 1].
-      outer_learning_rate: the factor eta of the movement.
       clipped: whether messages are clipped, as in Covenant-72B.
-      mix_every, delay, carry: as in `diloco`.
 
     References:
       Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a
@@ -78,21 +69,20 @@ def sparseloco(
             "sparseloco exchanges only movements, so replicas that start apart stay apart; use "
             "same_init=True, or noloco"
         )
-    validation.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
     validation.share("sparseloco.decay", decay)
-    feedback = Feedback(axis_name, ChunkedTopK(density, chunk, bits), decay, clipped)
+    feedback = Feedback(axis_name, ChunkedTopK(density, chunk), decay, clipped)
 
     def outer_step(theta: Arrays, x: Arrays, e: PyTree, at: Departure) -> Message:
         delta, e = feedback.mean(movement(theta, x), e, at.count, at.between.arrays)
-        return trees.add(theta, trees.scale(-outer_learning_rate, delta)), e
+        return optax.tree.sub(theta, delta), e
 
     mixing, init = Mixing(schedule, axis_name, method="sparseloco"), optax.tree.zeros_like
-    return outer_steps(inner, mixing, init, outer_step, mix_every, delay=delay, carry=carry)
+    return outer_steps(inner, mixing, init, outer_step)
 
 
 def _sparse_bytes(params: PyTree, parts: Parts, numbers: Numbers) -> float:
     """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
-    codec = ChunkedTopK(numbers["density"], numbers["chunk"], numbers["bits"])
+    codec = ChunkedTopK(numbers["density"], numbers["chunk"])
     return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)
 
 

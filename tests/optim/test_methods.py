@@ -342,7 +342,6 @@ def test_d2_at_its_bound():
         ("noloco", {"combine": "awc"}, "noloco 'atc' 'awc'"),
         ("sparseloco", {}, "sparseloco bidirectional_ring complete"),
         ("sparseloco", {"numbers": {"decay": 2}}, "sparseloco.decay 2"),
-        ("sparseloco", {"numbers": {"bits": 8}}, "bits 8"),
         ("sparseloco", {"numbers": {"density": 0}}, "density 0"),
         ("push_sum", {"codec": codecs.BFloat16()}, "push_sum codec"),
         ("choco", {"numbers": {"compressor": "zip"}}, "choco.compressor top_k 'zip'"),

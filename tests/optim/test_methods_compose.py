@@ -27,7 +27,7 @@ INNER = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(0.01)}
 INNER["accum_adam"] = optim.accum_adam(0.01)
 NUMBERS = {"choco": [{"fraction": 0.2}, {"compressor": "int8"}]}
 NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}]}
-NUMBERS |= {"sparseloco": [{"density": 0.2, "chunk": 4}, {"density": 0.2, "bits": 32}]}
+NUMBERS |= {"sparseloco": [{"density": 0.2, "chunk": 4}]}
 VARIANTS = [(name, numbers) for name in NAMES for numbers in NUMBERS.get(name, [{}])]
 
 

@@ -38,43 +38,38 @@ def noloco_of_peers(x, pairs, moved, outer_lr=0.7, momentum=0.5):
     return x
 
 
-def sparseloco(x, compress, decay=0.95, outer_lr=1.0, delay=0, carry=False, clipped=False):
-    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - a mean q.
+def sparseloco(x, compress, decay=0.95, clipped=False):
+    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - mean q.
 
-    With a delay x is that of so many steps before, ``carry`` adds the way from there to theta;
     ``clipped`` (Covenant-72B): each q_j is shortened to the median of all norms.
     """
     assert np.all(x == x[0]), "replicas exchange movements only"
     theta, e = x[0], np.zeros_like(x)
-    past = [x]
     while True:
         g, W, lr, _ = yield x
         x = x - lr * g
-        past.append(x)
         if W is not None:
-            late = past[-1 - delay]
-            e = decay * e + theta - late
+            e = decay * e + theta - x
             q = np.stack([compress(row) for row in e])
             e = e - q
             norms = np.linalg.norm(q, axis=1, keepdims=True)
             q = q * np.minimum(1, np.median(norms) / (norms + 1e-8)) if clipped else q
-            theta = theta - outer_lr * q.mean(0)
-            x = np.tile(theta, (len(x), 1)) + (x - late if carry else 0)
+            theta = theta - q.mean(0)
+            x = np.tile(theta, (len(x), 1))
 
 
-def largest_of_chunks(width, kept, bits):
-    """The ``kept`` largest of every ``width`` numbers; in 2 bits: sign times one of two means."""
+def largest_of_chunks(width, kept):
+    """The ``kept`` largest of every ``width`` numbers, each as its sign times one of two means."""
 
     def of_chunk(chunk):
         out = np.zeros_like(chunk)
         places = np.argsort(-np.abs(chunk), kind="stable")[:kept]
         size = np.abs(chunk[places])
-        if bits == 2:
-            large = size >= size.mean()
-            for half in (large, ~large):
-                if half.any():
-                    mean = np.float32(size[half].mean()).astype(ml_dtypes.bfloat16)
-                    size[half] = np.float64(mean)
+        large = size >= size.mean()
+        for half in (large, ~large):
+            if half.any():
+                mean = np.float32(size[half].mean()).astype(ml_dtypes.bfloat16)
+                size[half] = np.float64(mean)
         out[places] = np.where(chunk[places] < 0, -size, size)
         return out
 
