@@ -42,6 +42,7 @@ _BEGIN_S = 5.0  # for a host to start an agent, which then imports the modules
 _ANSWER_S = 10.0  # for an agent to report the end of its process after SIGKILL
 _IN_VAIN = 20  # consecutive starts without progress
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_STOP_S = 600.0  # for all to end after a signal
 _REFUSED, _FAILED = 2, 1  # of `train`; a restart would not help
 # Exit codes of a process that lost another: after its sentence, or by jax's abort.
 _OF_SURVIVORS = (PEER_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
@@ -188,7 +189,6 @@ class Supervisor:
       connect: ``connect(member)`` starts an agent there and returns its `AgentLink`.
       start: ``start(members, attempt)`` lets the agent of each member start its process.
       patience_s: seconds for the others to end after a failure, and for agents to become ready.
-      stop_s: seconds for all to end after a signal.
       again: how often a process may die without progress and is still restarted.
       say: gets sentences for the user.
       clock: has ``monotonic()`` and ``sleep(seconds)``.
@@ -202,15 +202,13 @@ class Supervisor:
         start: Callable[[list[Member], int], None],
         *,
         patience_s: float,
-        stop_s: float = 600.0,
         again: int = 3,
         say: Callable[[str], None] = print,
         clock: Any = time,
     ):
         self._members, self._active = members, members[:count]
         self._connect, self._start, self._say, self._clock = connect, start, say, clock
-        self._patience_s, self._stop_s = patience_s, stop_s
-        self._again = again
+        self._patience_s, self._again = patience_s, again
         self._signals: list[int] = []  # received and not forwarded yet
         self._stopped: int | None = None
         self._reached, self._in_vain = -1, 0
@@ -310,7 +308,7 @@ class Supervisor:
                 for agent in agents:
                     # SIGHUP concerns the supervisor's terminal; `train` handles only the other two.
                     agent.signal(signal.SIGTERM if number == signal.SIGHUP else number)
-                deadline = min(deadline, now + self._stop_s)
+                deadline = min(deadline, now + _STOP_S)
             if any(codes) and not ended:
                 ended, deadline = True, min(deadline, now + self._patience_s)
             lost = any(died(code) or code in _OF_SURVIVORS for code in codes)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -66,8 +65,7 @@ def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
         needs = needs_of(experiment, counts)
         with running(config, "pipeline", config.num_replicas * needs):
             nodes = nodes_of(plan, actors.nodes(), config.num_replicas * len(counts))
-            arguments = config, work.path, counts, nodes, secrets.token_bytes(32), actors
-            with Workers(*arguments, needs=needs) as workers:
+            with Workers(config, work.path, counts, nodes, actors, needs=needs) as workers:
                 yield Pipelines(experiment, work, counts, workers)
 
 

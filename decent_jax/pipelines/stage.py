@@ -179,7 +179,11 @@ class Stage:
 
         def run(ids, *args):
             *stacked, t, k = args
-            return self.placement.per_replica_alone(partial(fn, t, k))(ids, *stacked)
+
+            def one(replica, *own):
+                return fn(self._rng(t, k, replica), replica, *own)
+
+            return self.placement.per_replica_alone(one)(ids, *stacked)
 
         return run
 
@@ -198,13 +202,11 @@ class Stage:
             return x
         return cross_entropy(model.logits(model.ln_f(x)), tokens[:, 1:])
 
-    def _forward_one(self, t, k, replica, params, borrowed, x, tokens):
-        rng = self._rng(t, k, replica)
+    def _forward_one(self, rng, replica, params, borrowed, x, tokens):
         y = self._output(params, borrowed, self._decoded(x), tokens, rng)
         return self._encoded(y, rng, 0, replica)
 
-    def _backward_one(self, t, k, replica, params, borrowed, x, tokens, total, dy):
-        rng = self._rng(t, k, replica)
+    def _backward_one(self, rng, replica, params, borrowed, x, tokens, total, dy):
         is_last = self.part.is_last
 
         def output(params, borrowed, x):

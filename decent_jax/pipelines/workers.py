@@ -1,5 +1,6 @@
 """All workers of the grid: start, call and watch them; and their checkpoints."""
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,11 +33,9 @@ class Workers:
       workdir: of the run.
       counts: layers of each stage.
       nodes: the machine of each worker, or None for any.
-      secret: shared by all workers of the run.
       actors: starts them.
       kind: class of the actors.
-      clock: seconds.
-      wait: for so many seconds.
+      clock: has ``monotonic()`` and ``sleep(seconds)``.
       needs: bytes of the arrays of each stage, see `check_memory`.
     """
 
@@ -46,17 +45,15 @@ class Workers:
         workdir: Path,
         counts: list[int],
         nodes: list[Node | None],
-        secret: bytes,
         actors: Actors,
         kind: type = Worker,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
+        clock: Any = time,
         needs: Sequence[float] = (),
     ):
-        self._wait = wait
         self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
         self._stages = len(counts)
         run, pipeline = (config, str(workdir)), config.pipeline
+        secret = secrets.token_bytes(32)
         self.specs = [
             WorkerSpec(*run, i, s, counts)
             for i in range(config.num_replicas)
@@ -76,7 +73,7 @@ class Workers:
         ]
         # When each worker was asked, and the timeout that applies: the first is for its start.
         self._beats: list[tuple[Call, float, str]] = [
-            (actor.call("beat"), clock(), "timeout_s") for actor in self._started
+            (actor.call("beat"), clock.monotonic(), "timeout_s") for actor in self._started
         ]
 
     def open(self, data: dict[str, str]) -> None:
@@ -131,7 +128,7 @@ class Workers:
         """Check the heartbeat of each worker, and name one that has not answered in time."""
         cluster = self._config.cluster
         calls = {k: call for k, (call, *_) in enumerate(self._beats)}
-        answered, now = self._actors.ended(calls, 0.0, len(calls)), self._clock()
+        answered, now = self._actors.ended(calls, 0.0, len(calls)), self._clock.monotonic()
         for k, (call, asked, name) in enumerate(self._beats):
             if k in answered:
                 self._result(self.specs[k], call)
@@ -157,8 +154,8 @@ class Workers:
 
     def _dead(self) -> WorkerSpec | None:
         """The dead worker; others notice its end in an exchange before Ray does."""
-        ends = self._clock() + _NOTICED_S
-        while self._clock() < ends:
+        ends = self._clock.monotonic() + _NOTICED_S
+        while self._clock.monotonic() < ends:
             for worker, actor in zip(self.specs, self._started, strict=True):
                 try:
                     actor.call("beat").result(_LOOK_S)
@@ -167,7 +164,7 @@ class Workers:
                         return worker
                 except Silent:  # no answer yet
                     continue
-            self._wait(_LOOK_S / 5)
+            self._clock.sleep(_LOOK_S / 5)
         return None
 
     def _advice(self, worker: WorkerSpec) -> str:

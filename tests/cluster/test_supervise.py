@@ -166,7 +166,7 @@ class Run:
             for agent, one in zip(self.agents_now, scripts[attempt], strict=False):
                 agent.start(**one)
 
-        options = {"patience_s": 90, "stop_s": 600, "say": self.said.append} | options
+        options = {"patience_s": 90, "say": self.said.append} | options
         members = [Member(name, name, []) for name in names]
         count = len(members) - spare
         self.supervisor = Supervisor(members, count, connect, start, clock=self.clock, **options)
@@ -265,12 +265,12 @@ def test_survivors_are_ended_at_once():
     ("answer", "code"), [(77, None), (143, 143), (None, None)], ids=["ends", "saves", "is killed"]
 )
 def test_an_interruption_is_passed_on_and_ends_the_run(number, answer, code):
-    run = Run(2 * [{"code": None, "on_signal": answer}], names="ab", stop_s=100)
+    run = Run(2 * [{"code": None, "on_signal": answer}], names="ab")
     run.clock.at = 0.5, lambda: run.supervisor.stop(number)
     assert run.run() == (1 if code is None else code)  # 143 means that all have saved
     passed = signal.SIGTERM if number == signal.SIGHUP else number
     assert [agent.signals for agent in run.agents] == [[passed]] * 2  # they may all save
-    assert run.started == ["ab"] and (run.clock.now > 99) == (answer is None)
+    assert run.started == ["ab"] and (run.clock.now > 599) == (answer is None)
 
 
 # --- The command ----------------------------------------------------------------------------------

@@ -172,8 +172,8 @@ def workers(tiny_data, tmp_path):
 
     config, actors = config_of(tiny_data, 2), LocalActors(wait=wait)
     config.pipeline.update(cpus=2.0, gpus=0.5)
-    given = parse(config), tmp_path, [1, 1], [*"abcd"], SECRET, actors, WorkerSpec
-    with Workers(*given, clock=lambda: now[0], wait=wait) as made:
+    given = parse(config), tmp_path, [1, 1], [*"abcd"], actors, WorkerSpec
+    with Workers(*given, clock=SimpleNamespace(monotonic=lambda: now[0], sleep=wait)) as made:
         yield made, [actor.there for actor in actors.started]
     assert all(actor.killed for actor in actors.started)
     ways = [tuple(actor.options[k] for k in ("on", "cpus", "gpus")) for actor in actors.started]
@@ -190,7 +190,7 @@ def test_a_dry_run_lets_all_workers_make_steps(tiny_data, tmp_path, capsys):
 
     config.mix_every = 3
     with open_run(parse(config), tmp_path / "run") as (experiment, work, _, counts):
-        given = experiment.config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Counts
+        given = experiment.config, tmp_path, counts, [None] * 4, LocalActors(), Counts
         with Workers(*given) as workers:
             Pipelines(experiment, work, counts, workers).time_steps()
             names = [f"stage {s} of replica {k}" for k in (0, 1) for s in (0, 1)]
@@ -222,7 +222,7 @@ def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_
     config = config_of(tiny_data, 2, model={"layers": 2}, log={"every": 10}, steps=18)
     config.lr_schedule.name = "cosine"
     with open_run(parse(config), tmp_path / "run") as (experiment, work, _, counts):
-        given = experiment.config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Scripted
+        given = experiment.config, tmp_path, counts, [None] * 4, LocalActors(), Scripted
         with Workers(*given) as workers:
             runner, clock = Pipelines(experiment, work, counts, workers), Clock()
             meta = {"step": 4, "examples": 7 * config.batch_size, "num_replicas": 2}
@@ -287,7 +287,7 @@ def test_the_states_of_all_workers_of_a_machine_are_compared_with_it_together(
     with open_run(parse(config), tmp_path / "run") as (run, *_, counts):
         assert worker.needs_of(run, counts) == [0, 0]
     config.pipeline.address, actors = "host:1", LocalActors()
-    given = parse(config), tmp_path, counts, [None] * 4, SECRET, actors, WorkerSpec
+    given = parse(config), tmp_path, counts, [None] * 4, actors, WorkerSpec
     with Workers(*given, needs=needs):
         reserved = [actor.options["memory"] for actor in actors.started]
     assert reserved == [need + 250e6 for need in 2 * needs]
@@ -341,9 +341,9 @@ def test_a_worker_that_is_silent_is_named(answers, name, tiny_data, tmp_path):
 
     config = config_of(tiny_data, 2)
     config.cluster.update(heartbeat_s=30, timeout_s=200)
-    given = parse(config), tmp_path, [1, 1], [None] * 4, SECRET, LocalActors(wait=wait), Silent
+    given = parse(config), tmp_path, [1, 1], [None] * 4, LocalActors(wait=wait), Silent
     with (
-        Workers(*given, clock=lambda: now[0], wait=wait) as made,
+        Workers(*given, clock=SimpleNamespace(monotonic=lambda: now[0], sleep=wait)) as made,
         refuses("stage 0 of replica 1", name, error=TrainingFailed),
     ):
         made.all("train", 0, 1, False)
