@@ -130,7 +130,7 @@ def _api(path: str) -> str:
 def _links_of_site(text: str, folder: str) -> str:
     """The text of a page in this folder of the repository, with links to the pages of this site.
 
-    A link to a file that is no page, such as a config, keeps its words only.
+    A link to a file that is not a page, such as a config, keeps its words only.
     """
 
     def replaced(match: re.Match) -> str:

@@ -57,7 +57,7 @@ def shows_own_devices(launcher: str | None) -> bool:
 
 
 def check_unread(count: int) -> None:
-    """Raises ConfigError if a launcher that is not read here started this process with others.
+    """Raises ConfigError if a launcher whose variables are not read started several processes.
 
     Each process would train alone.
 

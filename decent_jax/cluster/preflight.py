@@ -111,11 +111,11 @@ def measure(
 
 
 def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and bandwidth from the seconds until the answer to a short and to a long message.
+    """Latency and bandwidth from the seconds in which a short and a long message are answered.
 
     The latency is half of the time for the short one. It compares no clocks of different hosts, so
-    it is the same both ways. The bandwidth is that of the additional ``num_bytes`` of the long one.
-    Both (n, n).
+    it is the same in both directions. The bandwidth is that of the additional ``num_bytes`` of the
+    long one. Both (n, n).
     """
     latency = np.minimum(short, short.T) / 2
     # Noise may hide the additional bytes: they take at least a tenth of the whole time.

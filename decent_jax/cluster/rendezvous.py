@@ -98,7 +98,7 @@ def barrier(
       The host name of every process.
 
     Raises:
-      ConfigError: a process did not come, or differs; the address cannot be used.
+      ConfigError: a process did not connect, or differs; the address cannot be used.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
@@ -182,13 +182,13 @@ class _Group:
             del self.hellos[process]
 
     def missing(self, timeout_s: float) -> str:
-        """The sentence for processes that have not come."""
+        """The sentence for processes that have not connected."""
         count = self.hellos[0]["count"]
         absent = [process for process in range(count) if process not in self.hellos]
         strangers = self._strangers
         left_out = f"; {strangers} connections of strangers were left out" if strangers else ""
         return (
-            f"{name_all(absent, [])} of {count} did not come within {timeout_s:g} s "
+            f"{name_all(absent, [])} of {count} did not connect within {timeout_s:g} s "
             "(cluster.timeout_s); start all of them, and see that they can reach process 0"
             f"{left_out}"
         )

@@ -129,7 +129,7 @@ def _join(place: "_Place", config: Any, folder: str | Path) -> None:
         )
     except jax.errors.JaxRuntimeError as error:
         line = str(error).partition("\n")[0]
-        raise PeerLost(f"all processes came, but jax could not join them: {line}") from None
+        raise PeerLost(f"all processes connected, but jax could not join them: {line}") from None
     watch.watch(_hosts, cluster.heartbeat_s)
     open_devices()
 
@@ -321,7 +321,7 @@ def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
     The plan's network calls a device ``host/k``, as `device_names` does.
 
     Raises:
-      ConfigError: the plan is for other devices, or for another number of them.
+      ConfigError: the plan is for other devices, or for a different number of them.
     """
     names = device_names(devices)
     try:

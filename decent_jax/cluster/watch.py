@@ -188,7 +188,7 @@ def gather(value: Value) -> list[Value]:
 
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """In this context, a failed exchange ends the process with a sentence about the lost one.
+    """In this context, a failed exchange ends this process with a sentence that names the lost one.
 
     A connection breaks at once, but which process broke it is known only after ``heartbeat_s``:
     this one waits until the watch ends it. Another error of this process ends all others, too.

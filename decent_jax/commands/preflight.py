@@ -113,4 +113,4 @@ def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: s
     node = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
     machines = network.from_matrices(latency_s, bandwidth, node=node, names=names, symmetrize=True)
     machines.save(path)
-    return f"saved {path} for decent-jax planner; the slower way of a link counts for both"
+    return f"saved {path} for decent-jax planner; both directions of a link get the slower speed"

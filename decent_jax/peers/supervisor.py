@@ -22,7 +22,7 @@ _LOOK_S = 0.2
 _THREADS = 8  # of a peer: it trains, reports, sends its parameters
 _WHY = {  # a peer has ended, by `Peer.train`
     "lag": "has lagged too far behind",
-    "join": "was sent no state to begin with",
+    "join": "received no initial state",
     "leave": "has left after {steps} steps",
 }
 _NOBODY = {"generation": -1, "steps": 0, "alive": False, "ready": False, "member": False}

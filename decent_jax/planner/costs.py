@@ -188,8 +188,8 @@ def tree_phase(network: Network, groups: Groups, num_bytes: float) -> Phase:
 
     The trees are NCCL's (Sanders, Speck & Träff 2009): over nodes, whose devices form a chain; a
     node that has children in one is a leaf of the other. Reduction and broadcast are pipelined in
-    small chunks, so every edge carries half the data each way all the time, and the latency is
-    twice that of the longest way to a root.
+    small chunks, so every edge carries half the data in each direction all the time, and the
+    latency is twice that of the longest path to a root.
     """
     duration = np.zeros(network.num_devices)
     edges, depth_s = [], np.zeros(len(groups))

@@ -117,7 +117,7 @@ def load(path: str | Path) -> Network:
     ``nic_bytes_per_s`` and ``names``.
 
     Raises:
-      ValueError: a file that is no network; the message names the file and the mistake.
+      ValueError: a file that is not a network; the message names the file and the mistake.
     """
     fields = read_format(path, "network", FORMAT)
     try:

@@ -175,7 +175,7 @@ def place(config: Config, on: Target) -> Placement:
     """The replicas on the described devices.
 
     Raises:
-      ConfigError: they cannot be spread over these.
+      ConfigError: the described devices cannot hold the replicas.
     """
     wanted, fsdp, there = config.num_replicas, config.mesh.fsdp, sum(map(len, on.by_process))
     if wanted * fsdp > there and fsdp > 1:

@@ -273,5 +273,5 @@ def test_train_names_a_host_that_never_comes(tmp_path, tiny_data, capsys):
     flags += [*cluster_flags(free_port(), 2, 0), "--config.cluster.timeout_s=1"]
     assert command.train(flags, "train.py") == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("train.py: process 1 of 2 did not come within 1 s")
+    assert line.startswith("train.py: process 1 of 2 did not connect within 1 s")
     assert not (tmp_path / "run").exists()
