@@ -40,7 +40,7 @@ def run(config: ConfigDict, workdir: str | Path) -> Json:
     Raises:
       ConfigError: the config, the data or the run directory cannot be used; nothing has been
         compiled or written.
-      TrainingFailed: every replica has failed for ``config.max_failing_steps`` steps.
+      TrainingFailed: every replica has failed in 20 consecutive steps.
       CheckpointError: no checkpoint can be read, or one could not be written.
       Interrupted: after a checkpoint was saved.
     """

@@ -23,6 +23,7 @@ from decent_jax.train.experiment import Experiment
 
 Evaluate = Callable[[Callable[[], None]], tuple[dict[str, float], Model]]
 
+MOST_FAILING_STEPS = 20  # consecutive steps without a finite update on any replica
 _MOST_REPLICAS = 64  # most replicas whose own losses are in a row
 
 
@@ -195,7 +196,7 @@ class Rows:
           wait: also if they end none.
 
         Raises:
-          TrainingFailed: no replica has made progress in ``config.max_failing_steps``.
+          TrainingFailed: no replica has made progress in `MOST_FAILING_STEPS` steps.
         """
         if self._pending is None or not (wait or self._pending[1]):
             return
@@ -248,7 +249,7 @@ class Rows:
                 f"step {done}: {new.sum()} updates were not finite and were skipped in whole or in "
                 f"part (replica {new.argmax()} most); {skipped.sum()} since the start"
             )
-        if failing >= self._config.max_failing_steps:
+        if failing >= MOST_FAILING_STEPS:
             raise TrainingFailed(
                 f"no replica has made a finite update in the last {failing} steps, up to step "
                 f"{done}; {self._what_next()}. Lower the learning rate, or clip gradients "

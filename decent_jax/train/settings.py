@@ -125,9 +125,6 @@ class Config(TaskConfig):
     )
     steps: int = changeable(1000, "updates of each replica", at_least=0)
     epochs: float = changeable(0.0, "passes over the data; above 0, it replaces steps", at_least=0)
-    max_failing_steps: int = changeable(
-        20, "consecutive steps without a finite update on any replica that end the run", at_least=1
-    )
     learning_rate: float = setting(1e-3, "peak learning rate", at_least=0)
     gamma: float = setting(_GOSSIP.numbers["gamma"], _GOSSIP.help["gamma"])
     mix_rounds: int = setting(1, _GOSSIP.help["mix_rounds"])

@@ -277,7 +277,7 @@ def test_resuming_as_another_experiment_is_refused(copy):
 
 
 def test_changes_that_are_allowed(copy):
-    changes = {"schedule": "ring", "log": {"every": 2}, "max_failing_steps": 7}
+    changes = {"schedule": "ring", "log": {"every": 2}}
     changes |= {"eval": {"every": 3}, "checkpoint": {"keep": 1}}
     folder = tiny.run(config(**changes), copy(step=16))
     assert json.loads((folder / "config.json").read_text())["schedule"] == "ring"

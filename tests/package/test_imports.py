@@ -60,7 +60,7 @@ MOST_LINES = {
     "models": 1481,
     "data": 3416,
     "tasks": 1061,
-    "train": 3377,
+    "train": 3375,
     "checkpoints": 861,
     "monitor": 661,
     "cpu": 290,

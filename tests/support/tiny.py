@@ -129,7 +129,7 @@ def run(config, folder: Path, **of_loop) -> Path:
 
 
 # Sections of a config, and single fields, that no step of a run depends on.
-NOT_OF_STEPS = "checkpoint cluster eval log max_failing_steps recovery"
+NOT_OF_STEPS = "checkpoint cluster eval log recovery"
 _shared: dict[tuple, Any] = {}
 
 
