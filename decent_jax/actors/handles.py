@@ -142,8 +142,8 @@ class Actors:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [(node.get("NodeName"), node["NodeManagerHostname"]) for node in nodes]
         pairs = zip(nodes, names, strict=True)
-        found = [Node(node["NodeID"], tuple(filter(None, both))) for node, both in pairs]
-        return sorted(found, key=lambda node: node.names[0])
+        there = [Node(node["NodeID"], tuple(filter(None, known))) for node, known in pairs]
+        return sorted(there, key=lambda node: node.names[0])
 
 
 def own_host() -> str:

@@ -180,10 +180,10 @@ class Stage:
         def run(ids, *args):
             *stacked, t, k = args
 
-            def one(replica, *own):
+            def of_replica(replica, *own):
                 return fn(self._rng(t, k, replica), replica, *own)
 
-            return self.placement.per_replica_alone(one)(ids, *stacked)
+            return self.placement.per_replica_alone(of_replica)(ids, *stacked)
 
         return run
 

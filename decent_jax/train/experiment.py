@@ -181,7 +181,7 @@ def _sampled(source: Sequence[PyTree]) -> int | None:
 def check_data(
     config: Config, facts: dict[str, str], others: dict[str, str], here: str, there: str
 ) -> None:
-    """Refuse data with other facts than those of an earlier session or of another process.
+    """Refuse data whose facts differ from those of an earlier session or of another process.
 
     Args:
       config: of the run.

@@ -311,9 +311,9 @@ class _Files:
             return bad, sums
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(among, range(0, len(self), _TOGETHER)))
-        self.fingerprint = zlib.crc32(repr([sums for _, sums in found]).encode())
-        bad = {index: why for some, _ in found for index, why in some.items()}
+            looks = list(pool.map(among, range(0, len(self), _TOGETHER)))
+        self.fingerprint = zlib.crc32(repr([sums for _, sums in looks]).encode())
+        bad = {index: why for some, _ in looks for index, why in some.items()}
         if bad:
             whole = np.delete(np.arange(len(self)), list(bad))
             self.labels, self._names = self.labels[whole], self._names[whole]
