@@ -193,7 +193,7 @@ class Rows:
         """Wait for the last steps and write their row, if they end one.
 
         Args:
-          wait: also if they end none.
+          wait: even if they end none.
 
         Raises:
           TrainingFailed: no replica has made progress in `MOST_FAILING_STEPS` steps.
