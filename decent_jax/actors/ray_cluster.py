@@ -6,6 +6,7 @@ Import nothing that imports Ray before `prepare` has been called.
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from decent_jax.cluster import launchers
 from decent_jax.ground import extras, machine
-from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.errors import ConfigError, Interrupted
 
 _STORE = 128 * 2**20  # bytes of a local object store at least
 _ACTOR = 250e6  # bytes of a Python that has imported jax and this package
@@ -68,6 +69,7 @@ def running(
     Raises:
       ConfigError: no Ray answers there, or it has no room for the actors; or this process has
         imported Ray before `prepare`, without authentication.
+      Interrupted: SIGTERM arrived while Ray started.
     """
     import ray  # after `prepare`
     from ray.exceptions import RayError
@@ -82,6 +84,7 @@ def running(
     if not address:
         check_memory(needs, section)
         options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():  # Ray forks; the child calls exec at once
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -89,6 +92,11 @@ def running(
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         why = f"must be one where a Ray cluster answers ({str(error).partition(chr(10))[0]})"
         raise ConfigError.about(f"{section}.address", address, why) from None
+    except SystemExit:  # of Ray's handler, which has ended its processes
+        raise Interrupted("interrupted; the same command resumes", signal.SIGTERM) from None
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not handler:
+            signal.signal(signal.SIGTERM, handler)
     try:
         check_resources(config, section, needs, ray.cluster_resources())
         yield

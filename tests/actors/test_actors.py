@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import os
+import signal
 import socket
 import stat
 import sys
@@ -14,7 +15,7 @@ from refusals import refused, refuses
 from decent_jax import train
 from decent_jax.actors import ray_cluster
 from decent_jax.ground import machine
-from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.errors import ConfigError, Interrupted
 
 
 def test_a_ray_of_our_own_asks_for_a_token_that_no_file_has(monkeypatch, tmp_path):
@@ -107,22 +108,46 @@ def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
         ray_cluster.check_resources(config, "pipeline", 2 * [3e8], there)
 
 
-def test_ray_ends_where_it_has_no_room(monkeypatch):
-    """Or this process could not start it again."""
+@pytest.fixture
+def ray_of_one_cpu(monkeypatch):
+    """What it is called for, in order; like Ray, it puts its own handler of SIGTERM in place."""
     calls = []
     there = types.SimpleNamespace(
-        init=lambda **_: calls.append("init"),
+        init=lambda **_: calls.append(signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))),
         cluster_resources=lambda: {"CPU": 1.0, "memory": 1e9},
         shutdown=lambda: calls.append("shutdown"),
         exceptions=types.SimpleNamespace(RayError=OSError),
     )
     monkeypatch.setitem(sys.modules, "ray", there)
     monkeypatch.setitem(sys.modules, "ray.exceptions", there.exceptions)
+    before = signal.getsignal(signal.SIGTERM)
+    yield calls
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_ray_ends_where_it_has_no_room(ray_of_one_cpu):
+    """Or this process could not start it again."""
     config = train.default_config()
     config.peers.update(address="auto", cpus=0.8)
     with refused("peers.cpus", 0.8), ray_cluster.running(config, "peers", [0, 0]):
         pass
-    assert calls == ["init", "shutdown"]
+    assert ray_of_one_cpu[1:] == ["shutdown"]
+
+
+def test_sigterm_while_ray_starts_and_afterwards(ray_of_one_cpu, monkeypatch):
+    """A run ends with the code of the signal, and its own handler is in place again."""
+    config = train.default_config()
+    config.peers.address = "auto"
+    handler = signal.getsignal(signal.SIGTERM)
+    with ray_cluster.running(config, "peers"):
+        assert signal.getsignal(signal.SIGTERM) is handler
+    starts = sys.modules["ray"].init
+    monkeypatch.setattr(
+        sys.modules["ray"], "init", lambda **_: (starts(), os.kill(os.getpid(), 15))
+    )
+    with pytest.raises(Interrupted) as told, ray_cluster.running(config, "peers"):
+        pass
+    assert told.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):

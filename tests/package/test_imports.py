@@ -66,7 +66,7 @@ MOST_LINES = {
     "cpu": 290,
     "cluster": 1362,
     "planner": 1788,
-    "actors": 193,
+    "actors": 200,
     "peers": 2032,
     "pipelines": 1078,
     "plan": 128,
