@@ -207,7 +207,7 @@ class GeluMLP(nnx.Module):
         self.c_proj = linear(config, 4 * config.width, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.c_proj(_gelu(self.c_fc(x)))
+        return self.c_proj(_gelu(cpu.computed_once(self.c_fc(x))))
 
 
 @jax.checkpoint

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from decent_jax import cpu
 from decent_jax.models import gpt2, pieces
 from decent_jax.models.gpt2 import linear
 
@@ -121,7 +122,8 @@ class SwiGLU(nnx.Module):
         self.down_proj = linear(config, config.hidden, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = (cpu.computed_once(f(x)) for f in (self.gate_proj, self.up_proj))
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
