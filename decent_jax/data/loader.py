@@ -23,7 +23,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from shutil import disk_usage
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -71,6 +71,13 @@ class Batches(Iterator[Any]):
         self.close()
 
 
+class Partitioned(NamedTuple):
+    """A source of which every replica has its own records; it forms no batches of its own."""
+
+    source: Any
+    partition: Partition
+
+
 def train_batches(
     source: Any,
     *,
@@ -81,7 +88,6 @@ def train_batches(
     start_step: int = 0,
     prefetch: int = 4,
     workers: int = 0,
-    partition: Partition | None = None,
 ) -> Batches:
     """Endless training batches of this process, from step `start_step` on.
 
@@ -93,7 +99,8 @@ def train_batches(
 
     Args:
       source: `len(source)` records, `source[i]` an array or a pytree of arrays of equal shapes
-        (a grain `RandomAccessDataSource` such as `TokenWindows`). Read from several threads.
+        (a grain `RandomAccessDataSource` such as `TokenWindows`), which all replicas share, or
+        `Partitioned`. Read from several threads.
       seed: any integer >= 0; chooses the order.
       num_replicas: n, of the whole run.
       batch_size: records per step over all replicas, a multiple of `num_replicas`.
@@ -103,7 +110,6 @@ def train_batches(
         calling thread.
       workers: processes that read ahead instead of threads, for sources that compute much in
         Python; each produces whole batches. They are spawned, with a copy of the source.
-      partition: which records belong to which replica; None: all replicas share all of them.
 
     Returns:
       An iterator of records stacked to shape (L, B, ...), for `TokenWindows` int32 of shape
@@ -112,10 +118,10 @@ def train_batches(
     import grain  # imports jax, which the workers of `decent_jax.commands.prepare` do not need
 
     replicas = range(num_replicas) if replicas is None else replicas
-    if partition is None or hasattr(source, "train_blocks"):
-        rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
+    if isinstance(source, Partitioned):
+        rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, num_replicas)
     else:
-        rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
+        rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
     blocks = _Blocks(rows, num_replicas, replicas)
     return _iterate(grain.MapDataset.source(blocks)[start_step:], workers, prefetch)
 
@@ -252,11 +258,11 @@ class _OwnRows:
     Only for the replicas of this process.
     """
 
-    def __init__(self, source, seed, per_replica, replicas, partition, num_replicas):
+    def __init__(self, own: Partitioned, seed, per_replica, replicas, num_replicas):
         self.rows = {
             replica: _rows(
-                source,
-                partition.records(replica),
+                own.source,
+                own.partition.records(replica),
                 np.random.SeedSequence(seed, spawn_key=(replica,)),
                 per_replica,
             )

@@ -17,6 +17,7 @@ from decent_jax.optim.method_wrapper import Method as Method
 from decent_jax.optim.method_wrapper import Mixing as Mixing
 from decent_jax.optim.method_wrapper import as_method as as_method
 from decent_jax.optim.method_wrapper import method as method
+from decent_jax.optim.outer import OuterSGD as OuterSGD
 from decent_jax.optim.outer import diloco as diloco
 from decent_jax.optim.outer import noloco as noloco
 from decent_jax.optim.push_sum import consensus_weights as consensus_weights

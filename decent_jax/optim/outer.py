@@ -1,5 +1,6 @@
 """DiLoCo and NoLoCo: outer steps over many local steps."""
 
+import dataclasses
 import operator
 from typing import Annotated
 
@@ -16,29 +17,43 @@ from decent_jax.optim.outer_steps import Arrays, Departure, Message, descend, mo
 from decent_jax.optim.registry import ADAM_FIRST, Numbers, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
+_DECAY = 0.95  # of the rounding errors that a replica still owes, MuLoCo's beta
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterSGD:
+    """The outer optimizer of the papers: Nesterov momentum in `diloco`, heavy-ball in `noloco`."""
+
+    learning_rate: Annotated[float, "of the outer optimizer; beta in NoLoCo"] = 0.7
+    momentum: Annotated[float, "of the outer optimizer, in [0, 1); alpha in NoLoCo"] = 0.9
+
+    def optimizer(self, method: str, nesterov: bool) -> optax.GradientTransformation:
+        """It, for this method.
+
+        Raises:
+          ValueError: a number out of range.
+        """
+        validation.not_negative(f"{method}.outer_learning_rate", self.learning_rate)
+        validation.below_one(f"{method}.outer_momentum", self.momentum)
+        return optax.sgd(self.learning_rate, self.momentum, nesterov)
+
 
 def diloco(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    outer: optax.GradientTransformation | None = None,
     axis_name: AxisName = "replica",
-    mix_every: int = 1,
     codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
     carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
-    outer_learning_rate: Annotated[float, "of the outer optimizer"] = 0.7,
-    outer_momentum: Annotated[float, "of the outer optimizer, in [0, 1)"] = 0.9,
-    decay: Annotated[
-        float, "share of a message's rounding error added to the next, in [0, 1]"
-    ] = 0.95,
+    outer: OuterSGD | optax.GradientTransformation = OuterSGD(0.7, 0.9),
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: many local steps, then an outer optimizer step on their average movement.
 
     The parameters are cut, in order, into ``fragments`` of about equal size. Round r of the
-    schedule averages fragment ``r % fragments``, so each is averaged every ``fragments *
-    mix_every`` steps. With ``theta`` the outer parameters (equal on all replicas), x the
+    schedule averages fragment ``r % fragments``, so each is averaged in one of ``fragments``
+    rounds. With ``theta`` the outer parameters (equal on all replicas), x the
     replica's parameters after its step t, and ``tau`` = ``delay``:
 
     .. math::
@@ -54,7 +69,7 @@ def diloco(
     with sparse formats SparseLoCo's):
 
     .. math::
-        e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = Q(e_i), \qquad
+        e_i \leftarrow 0.95\, e_i + \theta - x_i, \qquad q_i = Q(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
 
     where the mean of integers or floats is encoded once more, identically for all
@@ -62,23 +77,19 @@ def diloco(
 
     With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, MuLoCo.
 
-    One message of a fragment's size every ``mix_every`` steps. It keeps the parameters
+    One message of a fragment's size per round. It keeps the parameters
     (``theta``) and the outer optimizer's state (one copy for momentum), and needs one more copy
     while a message is in flight.
 
     Args:
       inner: the local optimizer, AdamW in the papers; its state stays local.
       schedule: ``complete``, with a round for every fragment (`decent_jax.topology.repeat`).
-      outer: the outer optimizer; None: SGD with Nesterov momentum and the two numbers below.
       axis_name: as in `decentralized`.
-      mix_every: steps between two rounds in the caller's loop; needed for ``delay``.
       codec: message format; None: float32.
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
-      delay: steps that a message overlaps, less than ``mix_every``.
+      delay: steps that a message overlaps, less than from one round to the next.
       carry: whether a replica keeps its progress while the message is in flight.
-      outer_learning_rate: of the outer optimizer, as in the papers.
-      outer_momentum: of the outer optimizer, as in the papers.
-      decay: the share beta of a message's rounding error that is added to the next, in [0, 1].
+      outer: the outer optimizer: that of the paper, or any other.
 
     Raises:
       ValueError: a number out of range, a schedule without global averages or with too few rounds,
@@ -91,12 +102,9 @@ def diloco(
       described); `LOSCAR <https://arxiv.org/abs/2605.20866>`_, 2026.
     """
     validation.averages("diloco", schedule)
-    validation.not_negative("diloco.outer_learning_rate", outer_learning_rate)
-    validation.below_one("diloco.outer_momentum", outer_momentum)
-    validation.share("diloco.decay", decay)
-    optimizer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    optimizer = outer.optimizer("diloco", True) if isinstance(outer, OuterSGD) else outer
     mixing = Mixing(schedule, axis_name, codec, "diloco")
-    feedback = None if codec is None else Feedback(axis_name, codec, decay)
+    feedback = None if codec is None else Feedback(axis_name, codec, _DECAY)
 
     def init(theta: Arrays) -> PyTree:
         e = () if feedback is None else optax.tree.zeros_like(theta)
@@ -111,23 +119,19 @@ def diloco(
         theta, momentum = descend(optimizer, delta, theta, momentum)
         return theta, (momentum, e)
 
-    return outer_steps(inner, mixing, init, outer_step, mix_every, fragments, delay, carry)
+    return outer_steps(inner, mixing, init, outer_step, fragments, delay, carry)
 
 
 def noloco(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    mix_every: int = 1,
     codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
     carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
-    outer_learning_rate: Annotated[float, "factor of the movement; beta in the paper"] = 0.7,
-    outer_momentum: Annotated[
-        float, "factor of the last movement, in [0, 1); alpha in the paper"
-    ] = 0.5,
+    outer: OuterSGD = OuterSGD(0.7, 0.5),
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
 
@@ -141,34 +145,31 @@ def noloco(
     a pull towards the pair's mean, ``sum_j W_ij theta_j - theta_i``, and sends both. Its code
     multiplies both by ``eta``, so their sum is enough: one message per round instead of two.
     On ``complete`` it is `diloco` with heavy-ball momentum. With
-    ``mu = 0, eta = 1`` the outer parameters are the neighbours' mean, and with
-    ``mix_every=1`` it is then D-PSGD.
+    ``mu = 0, eta = 1`` the outer parameters are the neighbours' mean, and with a
+    round in every step it is then D-PSGD.
 
-    One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
+    One message of a fragment's size per round, two copies of the parameters
     (``theta`` and m; one more while a message is in flight). Valid on every doubly stochastic
     schedule, and between peers, which have none (`decent_jax.peers`).
 
     Args:
-      inner, axis_name, mix_every, fragments, delay, carry: as in `diloco`.
+      inner, axis_name, fragments, delay, carry: as in `diloco`.
       schedule: ``random_matching`` in the paper; with a round for every fragment.
       codec: as in `decentralized`.
-      outer_learning_rate: the factor eta of the movement, beta in the paper.
-      outer_momentum: the factor mu of the last movement, alpha in the paper, in [0, 1).
+      outer: eta, its learning rate (beta in the paper), and mu, its momentum (alpha).
 
     References:
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
       authors' code.
     """
     mixing = Mixing(schedule, axis_name, codec, "noloco")
-    validation.not_negative("noloco.outer_learning_rate", outer_learning_rate)
-    validation.below_one("noloco.outer_momentum", outer_momentum)
-    outer = optax.sgd(outer_learning_rate, outer_momentum)
+    optimizer = outer.optimizer("noloco", False)
 
     def outer_step(theta: Arrays, x: Arrays, m: PyTree, at: Departure) -> Message:
         mean = mixing(x, at.round, at.count, at.between)
-        return descend(outer, optax.tree.sub(theta, mean), theta, m)
+        return descend(optimizer, optax.tree.sub(theta, mean), theta, m)
 
-    return outer_steps(inner, mixing, outer.init, outer_step, mix_every, fragments, delay, carry)
+    return outer_steps(inner, mixing, optimizer.init, outer_step, fragments, delay, carry)
 
 
 def _noloco_pairwise(numbers: Numbers) -> Pairwise:

@@ -40,7 +40,6 @@ def outer_steps(
     mixing: Mixing,
     init: Callable[[Arrays], PyTree],
     outer_step: Callable[[Arrays, Arrays, PyTree, Departure], Message],
-    mix_every: int = 1,
     fragments: int = 1,
     delay: int = 0,
     carry: bool = False,
@@ -54,12 +53,12 @@ def outer_steps(
       outer_step: ``(theta, x, state, departure) -> (theta, state)`` of a fragment, with x the
         replica's parameters as sent. It depends on nothing else, so all of it can overlap local
         steps.
-      mix_every, fragments, delay, carry: as in `decent_jax.optim.diloco`.
+      fragments, delay, carry: as in `decent_jax.optim.diloco`.
 
     Raises:
       ValueError: a number out of range, a schedule with too few rounds.
     """
-    _check(mixing, mix_every, fragments, delay)
+    _check(mixing, fragments, delay)
 
     def fragment(round: RoundId, tree: PyTree) -> tuple[int, list[int]]:
         f = int(gossip.number(round)) % fragments
@@ -126,14 +125,10 @@ def movement(theta: Arrays, x: Arrays) -> Arrays:
     return optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
 
 
-def _check(mixing: Mixing, mix_every: int, fragments: int, delay: int) -> None:
+def _check(mixing: Mixing, fragments: int, delay: int) -> None:
     if fragments < 1:
         raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
-    if not 0 <= delay < max(mix_every, 1):
-        raise ValueError(
-            f"{mixing.method}.delay must be below mix_every, which is {mix_every}, and at least "
-            f"0, got {delay}"
-        )
+    validation.not_negative(f"{mixing.method}.delay", delay)
     validation.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
 
 

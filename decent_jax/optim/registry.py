@@ -2,7 +2,8 @@
 
 A factory's signature defines the rest. Its positional parameters come from the run, by name
 (`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults and, in
-``Annotated``, their help in a config; the factory refuses values out of range.
+``Annotated``, their help in a config; the factory refuses values out of range. A dataclass among
+them, such as ``outer``, gives one number for each field: ``outer_learning_rate``.
 
 >>> import optax
 >>> from decent_jax import topology
@@ -128,15 +129,23 @@ class MethodSpec:
     @property
     def numbers(self) -> dict[str, object]:
         """Its own numbers and their defaults: the factory's keyword-only parameters."""
-        return {p.name: p.default for p in self.takes.values() if p.kind is p.KEYWORD_ONLY}
+        numbers: dict[str, object] = {}
+        for p in self._own:
+            parts = {flat: getattr(p.default, f.name) for flat, f in _fields(p).items()}
+            numbers |= parts or {p.name: p.default}
+        return numbers
+
+    @property
+    def _own(self) -> list[inspect.Parameter]:
+        return [p for p in self.takes.values() if p.kind is p.KEYWORD_ONLY]
 
     @property
     def help(self) -> dict[str, str]:
         """The help of each number: the text of its ``Annotated`` type."""
-        return {
-            name: getattr(self.takes[name].annotation, "__metadata__", ("",))[0]
-            for name in self.numbers
-        }
+        types: dict[str, object] = {}
+        for p in self._own:
+            types |= {flat: f.type for flat, f in _fields(p).items()} or {p.name: p.annotation}
+        return {name: getattr(of, "__metadata__", ("",))[0] for name, of in types.items()}
 
     @property
     def config_section(self) -> str:
@@ -163,8 +172,13 @@ class MethodSpec:
         if parts.codec is not None and "codec" not in self.takes:
             raise ValueError(f"{self.name} sends float32 or its own format: leave codec unset")
         arguments = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
-        of_run = (self.takes.keys() - self.numbers.keys()) & arguments.keys()
-        return self.make(**{name: arguments[name] for name in of_run}, **parts.numbers)
+        own = dict(parts.numbers)
+        for p in self._own:
+            if fields := _fields(p):
+                changed = {fields[flat].name: own.pop(flat) for flat in fields.keys() & own.keys()}
+                own[p.name] = dataclasses.replace(p.default, **changed)
+        of_run = (self.takes.keys() - {p.name for p in self._own}) & arguments.keys()
+        return self.make(**{name: arguments[name] for name in of_run}, **own)
 
     def message_bytes(self, params: PyTree, parts: Parts) -> float:
         """Bytes a replica sends to one neighbour in a round, for parameters of these shapes.
@@ -184,6 +198,13 @@ class MethodSpec:
             schedule, every = make("complete", schedule.num_replicas), 1
         message = self.message_bytes(params, parts)
         return schedule.bytes_sent(message, replicas_per_node=replicas_per_node) / every
+
+
+def _fields(number: inspect.Parameter) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass among the numbers, by their names in a config."""
+    if not dataclasses.is_dataclass(number.default):
+        return {}
+    return {f"{number.name}_{field.name}": field for field in dataclasses.fields(number.default)}
 
 
 _METHODS: dict[str, MethodSpec] = {}

@@ -342,8 +342,11 @@ def train_batches(
     partition: partition.Partition | None = None,
 ) -> loader.Batches:
     """The training batches of this process from ``start_step`` on."""
+    source = task.train_source
+    if partition is not None and not hasattr(source, "train_blocks"):
+        source = loader.Partitioned(source, partition)
     return loader.train_batches(
-        task.train_source,
+        source,
         seed=config.seed,
         num_replicas=config.num_replicas,
         batch_size=config.batch_size,
@@ -351,7 +354,6 @@ def train_batches(
         start_step=start_step,
         prefetch=config.data.prefetch,
         workers=config.data.workers,
-        partition=partition,
     )
 
 

@@ -91,7 +91,7 @@ def stream(steps, *, processes=1, shares=None, n=4, **kwargs):
     parts = []
     for replicas in np.split(np.arange(n), processes):
         with loader.train_batches(
-            SOURCE, num_replicas=n, replicas=replicas, partition=shares, **kwargs
+            loader.Partitioned(SOURCE, shares), num_replicas=n, replicas=replicas, **kwargs
         ) as batches:
             parts.append(np.stack(list(itertools.islice(batches, steps))))
     return np.concatenate(parts, axis=1)

@@ -24,7 +24,7 @@ RING, STATIC, COMPLETE = (
 METHODS = {
     "early": lambda inner: optim.decentralized(inner, RING),
     "early, with moments": lambda inner: optim.gossiped_momentum(inner, RING, "awc"),
-    "delayed": lambda inner: optim.diloco(inner, COMPLETE, mix_every=2, delay=1, carry=True),
+    "delayed": lambda inner: optim.diloco(inner, COMPLETE, delay=1, carry=True),
     "neither": lambda inner: optim.push_sum(inner, STATIC),
     "without rounds": optim.all_reduce,
 }

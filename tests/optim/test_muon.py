@@ -122,7 +122,7 @@ def test_muon_inside_diloco():
     """MuLoCo: H local steps of Muon, then the outer step on their mean."""
     schedule = topology.make("complete", N)
     targets = jnp.asarray(np.random.default_rng(4).normal(size=(N, *SHAPE)))
-    tx = optim.diloco(exact_muon(LR), schedule, optax.sgd(0.5))
+    tx = optim.diloco(exact_muon(LR), schedule, outer=optax.sgd(0.5))
     got = matrices_to(targets, tx, 3)
     momentum, x = np.zeros((N, *SHAPE)), np.zeros((N, *SHAPE))
     for after in got:

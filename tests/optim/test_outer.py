@@ -69,7 +69,7 @@ def test_late_messages_are_the_recursions():
     complete = topology.make("complete", N)
     nesterov = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True, "sync_every": 3}
     txs = {
-        (delay, carry): optim.diloco(SGD, complete, mix_every=3, delay=delay, carry=carry)
+        (delay, carry): optim.diloco(SGD, complete, delay=delay, carry=carry)
         for delay, carry in LATE
     }
     got = trajectories(txs, complete, 3)
@@ -81,7 +81,7 @@ def test_late_messages_are_the_recursions():
 
 def test_update_itself_does_all_of_a_message_beside_one_step():
     schedule = topology.make("one_peer_exp", N)
-    txs = {"noloco": optim.noloco(SGD, schedule, mix_every=2, delay=1, carry=True)}
+    txs = {"noloco": optim.noloco(SGD, schedule, delay=1, carry=True)}
     by_parts = trajectories(txs, schedule, 2)["noloco"]
     whole = trajectories(txs, schedule, 2, in_steps=lambda tx, _: tx)["noloco"]
     oracles.assert_same(whole, by_parts)

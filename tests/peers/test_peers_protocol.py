@@ -50,7 +50,8 @@ def outer(x0, **numbers):
     """The same with the pairwise update of `optim.noloco` with these numbers."""
     method = optim.METHODS["noloco"]
     pairwise = jax.jit(method.pairwise(method.numbers | numbers))
-    tx = optim.noloco(optax.identity(), topology.make("random_matching", 1), **numbers)
+    alone = topology.make("random_matching", 1)
+    tx = method.build(optim.Parts(alone, 0.0, optax.identity(), numbers=numbers))
     own = [tx.init(jnp.asarray(row)).own for row in x0]
 
     def boundary(x, k, averager):
