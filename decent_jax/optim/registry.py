@@ -12,8 +12,8 @@ them, such as ``outer``, gives one number for each field: ``outer_learning_rate`
 >>> tx = METHODS["gradient_tracking"].build(parts)
 >>> METHODS["gradient_tracking"].messages, METHODS["gradient_tracking"].copies
 (2, 2)
->>> METHODS["quasi_global_sgd"].numbers
-{'mu': 0.9}
+>>> METHODS["choco"].numbers
+{'compressor': 'top_k', 'fraction': 0.1, 'gamma': 0.2}
 """
 
 import dataclasses
