@@ -30,8 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     kind = importlib.import_module(f"decent_jax.data.{name}.prepare_{name}")
     args = vars(_parser(name, kind).parse_args(argv[1:]))
     inputs, out = args.pop("input"), args.pop("out")
-    # Schedulers send SIGTERM: clean up as after Ctrl-C.
-    with worker_pool.handled(signal.SIGTERM, signal.default_int_handler):
+    # Schedulers send SIGTERM, a closed terminal SIGHUP (unless nohup ignores it): clean up as after
+    # Ctrl-C.
+    end, is_deaf = signal.default_int_handler, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    closed = signal.SIG_IGN if is_deaf else end
+    with worker_pool.handled(signal.SIGTERM, end), worker_pool.handled(signal.SIGHUP, closed):
         try:
             manifest = kind.prepare(inputs, out, **args, progress=True)
         except OSError as error:  # of the output: a full disk, for instance

@@ -98,10 +98,12 @@ def results(
     if workers == 1:
         yield ((task, work(task)) for task in tasks)
         return
+    with handled(signal.SIGHUP, signal.SIG_IGN):  # as it ignores the others
+        resource_tracker.ensure_running()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(work,))
     try:
-        with handled(signal.SIGINT, signal.SIG_IGN):  # of starting workers, too
+        with handled(signal.SIGINT, signal.SIG_IGN), handled(signal.SIGHUP, signal.SIG_IGN):
             for _ in range(workers):
                 pool.submit(os.getpid)
         yield _in_order(pool, tasks, 2 * workers)

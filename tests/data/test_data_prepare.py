@@ -137,7 +137,7 @@ tokenizers.valid_unicode = halted(tokenizers.valid_unicode)
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """
-_KILLS = [("text", signal.SIGKILL), ("images", signal.SIGTERM)]
+_KILLS = [("text", signal.SIGKILL), ("images", signal.SIGTERM), ("text", signal.SIGHUP)]
 
 
 @pytest.mark.slow
@@ -150,11 +150,14 @@ def test_a_killed_run(kind, number, tmp_path):
     (tmp_path / "slow.py").write_text(_SLOW)
     arguments = [kind, "--input", given, *more, "--out", str(out)]
     command = [sys.executable, str(tmp_path / "slow.py"), *arguments, "--workers", "2"]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     until((tmp_path / "begun").exists, seconds=60)
     workers = children_of(run)
     assert len(workers) >= 3  # two workers, the resource tracker
-    run.send_signal(number)
+    if number == signal.SIGHUP:  # the terminal of all is closed
+        os.killpg(run.pid, number)
+    else:
+        run.send_signal(number)
     (tmp_path / "go").touch()
     said = run.communicate(timeout=60)[1]
     nothing_is_left(workers)

@@ -58,7 +58,7 @@ MOST_LINES = {
     "replicas": 208,
     "optim": 1443,
     "models": 1483,
-    "data": 3418,
+    "data": 3420,
     "tasks": 1061,
     "train": 3377,
     "checkpoints": 861,
@@ -71,7 +71,7 @@ MOST_LINES = {
     "pipelines": 1078,
     "plan": 128,
     "plots": 468,
-    "commands": 793,
+    "commands": 795,
     "ground": 962,
     "__init__": 13,
 }
