@@ -43,13 +43,15 @@ def test_the_records_are_those_that_a_host_reads(tmp_path, name, own, start):
         source, num_replicas=2, batch_size=2 * each, alpha=0.5, seed=4
     )
     how = {"seed": 5, "num_replicas": 2, "batch_size": 2 * each, "start_step": start}
-    how["partition"] = shares or None
     records = loader.all_records(source)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(records))
     assert size == loader.bytes_of_all(source)
+    sources = source, loader.Numbers(source)
+    if shares:
+        sources = [loader.Partitioned(source, shares) for source in sources]
     with (
-        loader.train_batches(source, **how) as wanted,
-        loader.train_batches(loader.Numbers(source), **how) as numbers,
+        loader.train_batches(sources[0], **how) as wanted,
+        loader.train_batches(sources[1], **how) as numbers,
     ):
         for _ in range(2 * len(source) // (2 * each) + 1):  # more than two epochs
             taken = next(numbers)
