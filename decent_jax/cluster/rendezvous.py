@@ -34,7 +34,7 @@ _SECRET_FILE = ".start_secret-{port}"  # runs that share a folder have ports of 
 _SET_FOR_ALL = f"start all processes as one user, or set {SECRET} for all of them"
 _SHORTEST_SECRET = 16  # characters
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
-# Every process has its own; of the data themselves `train.experiment.facts_of` must be equal.
+# Every process has its own; of the data themselves `train.same_data.facts_of` must be equal.
 _OWN_FIELDS = ("cluster.coordinator", "cluster.process_id", "data.path")
 _ANSWER_S = 10  # time for one message between two processes that both run
 _RESOLVE_S = 60  # a host name may appear late (Kubernetes), but not later than this

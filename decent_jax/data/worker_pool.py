@@ -98,8 +98,7 @@ def results(
     if workers == 1:
         yield ((task, work(task)) for task in tasks)
         return
-    with handled(signal.SIGHUP, signal.SIG_IGN):  # as it ignores the others
-        resource_tracker.ensure_running()
+    _start_tracker()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(work,))
     try:
@@ -148,14 +147,19 @@ def deaf_to_signals() -> Iterator[None]:
 
     They inherit the mask of this thread; a signal to this process arrives afterwards.
     """
-    with handled(signal.SIGHUP, signal.SIG_IGN):  # as it ignores the others
-        resource_tracker.ensure_running()  # it would take the mask away
+    _start_tracker()  # it would take the mask away
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's resource tracker, which ignores the other two signals by itself."""
+    with handled(signal.SIGHUP, signal.SIG_IGN):
+        resource_tracker.ensure_running()
 
 
 def _die_with_parent() -> None:

@@ -31,8 +31,9 @@ from decent_jax.peers.supervisor import Supervisor
 from decent_jax.replicas import TrainState
 from decent_jax.train import algorithm, conclusion
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.experiment import Experiment, bytes_ahead, facts_of
+from decent_jax.train.experiment import Experiment, bytes_ahead
 from decent_jax.train.rows import shown
+from decent_jax.train.same_data import facts_of
 from decent_jax.train.saver import Saver
 from decent_jax.train.signals import Halted, Signals
 from decent_jax.train.stepper import Feed, Programs, init, shapes_of

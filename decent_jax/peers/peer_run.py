@@ -24,7 +24,8 @@ from decent_jax.peers import Config
 from decent_jax.peers.events import fits
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
-from decent_jax.train.experiment import Experiment, check_same_as_train_py, open_experiment
+from decent_jax.train.experiment import Experiment, open_experiment
+from decent_jax.train.same_data import check_same_as_train_py
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # peers/RANK/ is the run of a peer

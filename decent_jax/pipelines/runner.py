@@ -27,8 +27,9 @@ from decent_jax.pipelines.workers import WorkerCheckpoints, Workers, nodes_of
 from decent_jax.replicas import Consensus, TrainState
 from decent_jax.train import algorithm, conclusion, loop
 from decent_jax.train.evaluation import Evaluator, Model
-from decent_jax.train.experiment import Experiment, facts_of
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.rows import passed
+from decent_jax.train.same_data import facts_of
 from decent_jax.train.saved_model import restore_model
 from decent_jax.train.saver import Saver
 from decent_jax.train.synchronous import TIMED

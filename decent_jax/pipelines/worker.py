@@ -31,6 +31,7 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm, experiment, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment
+from decent_jax.train.same_data import check_same_as_train_py
 from decent_jax.train.workdir import Workdir, open_workdir
 
 LOGS = "workers"  # folder of workers/REPLICA-STAGE.txt
@@ -108,7 +109,7 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
     xla.use_cache()
     schedule = config_lib.make_schedule(config)
     task = _task(config, Path(worker.workdir), announce_on_stderr)
-    experiment.check_same_as_train_py(config, task, data)
+    check_same_as_train_py(config, task, data)
     rate = experiment.durations(config, task)[2]
     placement = parts.place(config.num_replicas)
     tx = parts.method(config, schedule, rate, placement)

@@ -13,8 +13,9 @@ from decent_jax.monitor.metrics_file import MetricWriter
 from decent_jax.replicas import TrainState
 from decent_jax.train.console import Console
 from decent_jax.train.evaluation import Model
-from decent_jax.train.experiment import Experiment, check_data, facts_of
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.rows import Observed, Rows, passed
+from decent_jax.train.same_data import check_data, facts_of
 
 
 class Saver:

@@ -1,6 +1,7 @@
 """Outer steps over graphs, late ones, and sparse messages of movements, against the recursions."""
 
 import functools
+import sys
 
 import harness
 import jax
@@ -20,6 +21,7 @@ from decent_jax.gossip.sparse import ChunkedTopK, TopK
 pytestmark = pytest.mark.usefixtures("x64")
 N, D, LR, STEPS = 4, 6, 0.1, 24
 SGD = optax.sgd(LR)
+CHUNKS = largest_of_chunks(4, 2)
 
 
 def problem(n=N, equal=True):
@@ -90,15 +92,25 @@ def test_update_itself_does_all_of_a_message_beside_one_step():
 # --- sparse messages ------------------------------------------------------------------------------
 
 
-def test_sparseloco_is_the_recursion():
-    schedule = topology.make("complete", N)
+def largest_of_all(x):
+    """The half of largest magnitude."""
+    return np.where(np.argsort(np.argsort(-np.abs(x))) < x.size // 2, x, 0.0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sparseloco_is_the_recursion(exact, monkeypatch):
+    """With its codec, and to the last digits with one that sends the numbers as they are."""
+    if exact:
+        whole = lambda density, _: TopK(density)  # noqa: E731
+        monkeypatch.setattr(sys.modules["decent_jax.optim.sparseloco"], "ChunkedTopK", whole)
+    schedule, compress = topology.make("complete", N), largest_of_all if exact else CHUNKS
     make = functools.partial(optim.sparseloco, SGD, schedule, density=0.5, chunk=4, decay=0.8)
     got = trajectories({clipped: make(clipped=clipped) for clipped in (False, True)}, schedule, 2)
     for clipped, path in got.items():
-        numbers = {"compress": largest_of_chunks(4, 2), "decay": 0.8, "clipped": clipped}
+        numbers = {"compress": compress, "decay": 0.8, "clipped": clipped}
         right = wanted(oracles_seldom.sparseloco, schedule, 2, **numbers)
         # A mean just between two bfloat16 may be rounded either way.
-        np.testing.assert_allclose(path, right, rtol=0, atol=1e-3)
+        np.testing.assert_allclose(path, right, rtol=0, atol=1e-12 if exact else 1e-3)
     assert np.abs(got[True] - got[False]).max() > 0.05
 
 

@@ -26,7 +26,7 @@ from decent_jax.peers.peer import Peer
 from decent_jax.peers.step_boundary import number
 from decent_jax.peers.supervisor import Supervisor
 from decent_jax.train.config import changed, parse
-from decent_jax.train.experiment import facts_of
+from decent_jax.train.same_data import facts_of
 from decent_jax.train.step import make_step
 from decent_jax.train.stepper import init
 
@@ -279,13 +279,6 @@ def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, session)
     named = ("begun to train", "silent_s", "exchange_s")
     assert sum(name in session.said[0] for name in named) == 1
     assert all(actor.killed for actor in actors) and supervisor.unsaved == 4 and not supervisor.live
-
-
-def test_checkpoints_that_are_made_anew_are_forgotten(tmp_path):
-    for name in ("3", "5", "7.being-written", "notes"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    peer_run.forget(tmp_path, 5)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"3", "notes"}
 
 
 # --- Whole sessions -------------------------------------------------------------------------------

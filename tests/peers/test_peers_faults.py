@@ -16,7 +16,7 @@ from test_peers_law import (
 )
 
 from decent_jax.ground import connections
-from decent_jax.peers import events
+from decent_jax.peers import events, peer_run
 from decent_jax.peers.driver import Aggregate
 from decent_jax.peers.exchange import BROKEN
 from decent_jax.peers.membership import MembershipClient, Reporter
@@ -231,3 +231,10 @@ def test_reports_end_when_the_peer_does(in_process):
     reporter.stopped.set()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_checkpoints_that_are_made_anew_are_forgotten(tmp_path):
+    for name in ("3", "5", "7.being-written", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    peer_run.forget(tmp_path, 5)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"3", "notes"}

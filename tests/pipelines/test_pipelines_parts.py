@@ -26,8 +26,8 @@ from decent_jax.pipelines.runner import Pipelines
 from decent_jax.pipelines.worker import open_run
 from decent_jax.pipelines.workers import Workers, nodes_of
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import experiment
 from decent_jax.train.config import parse
+from decent_jax.train.same_data import facts_of
 from decent_jax.train.synchronous import TIMED
 
 SECRET = b"0123456789abcdef"
@@ -256,7 +256,7 @@ def test_a_worker_with_other_data_is_refused_before_it_has_a_state(
     shutil.copytree(tiny_data, "data")
     config = parse(config_of("data", 2, model={"layers": 2}))
     with open_run(config, tmp_path / "run") as (run, *_, counts):
-        facts = experiment.facts_of(config, run.task)
+        facts = facts_of(config, run.task)
     spec = worker.WorkerSpec(config, str(tmp_path / "run"), 0, 1, counts)
     monkeypatch.setattr(worker, "Stage", lambda *_: "a stage")
     assert worker.open_stage(spec, facts) == "a stage"

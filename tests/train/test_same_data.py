@@ -16,7 +16,7 @@ from PIL import Image
 
 from decent_jax import tasks, train
 from decent_jax.train.config import parse
-from decent_jax.train.experiment import facts_of
+from decent_jax.train.same_data import facts_of
 
 
 @pytest.mark.parametrize("path", ["", "stdlib", "empty", "a file", "a file/below", "prepared"])

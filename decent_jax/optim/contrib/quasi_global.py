@@ -41,7 +41,7 @@ def quasi_global_sgd(
     Args:
       learning_rate: ``eta``, a float or an optax schedule of the step.
       schedule, axis_name, codec: as in `decentralized`.
-      momentum: ``beta``, in [0, 1); also the decay of m (the paper's ``mu``), as in the paper.
+      momentum: ``beta``, in [0, 1); also the decay of m, which the paper calls ``mu``.
       gradient: applied to g first, such as clipping or L2 decay.
 
     References:
