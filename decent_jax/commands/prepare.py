@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     closed = signal.SIG_IGN if is_deaf else end
     with worker_pool.handled(signal.SIGTERM, end), worker_pool.handled(signal.SIGHUP, closed):
         try:
-            manifest = kind.prepare(inputs, out, **args, progress=True)
+            manifest = kind.prepare(inputs, out, **args)
         except OSError as error:  # of the output: a full disk, for instance
             raise ConfigError(f"{out}: {error.strerror or error}") from None
         except KeyboardInterrupt:

@@ -57,7 +57,6 @@ def encode(
     *,
     workers: int,
     total: int,
-    progress: bool,
     desc: str,
     unit: str = "B",
 ) -> None:
@@ -66,12 +65,12 @@ def encode(
     Args:
       tasks, work, workers: as for `results`.
       add: takes a result in this process; returns how much of `total` that was.
-      total: of the progress bar, in `unit`.
-      progress: show the bar on stderr, labelled `desc`.
+      total: of the progress bar on stderr, in `unit`.
+      desc: the label of the bar.
     """
     with (
         results(work, tasks, workers) as pairs,
-        progress_bar(total, progress, desc=desc, unit=unit, unit_scale=unit == "B") as bar,
+        progress_bar(total, True, desc=desc, unit=unit, unit_scale=unit == "B") as bar,
     ):
         for task, result in pairs:
             bar.update(add(task, result))

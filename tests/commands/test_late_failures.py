@@ -144,7 +144,7 @@ EVENTS = b'{"start": 0, "origin": null}\n{"t": 0, "rate": 0}\n'
 PEERS = {"p/config.json": "{}", "p/peers/0/events-0.jsonl": EVENTS}
 PREDICT = f"planner predict --parameters 1e6 --compute_s 0.1 {CLUSTER}"
 IMAGES = {f"pictures/{split}/{name}/1.jpg": b"GIF" for split in ("train", "val") for name in "ab"}
-PAIRS = "prepare translation --input in --out o --source_lang en --target_lang de --val_fraction .3"
+PAIRS = "prepare translation --input in --out o --languages en de --val_fraction .3"
 SUPERVISE = "supervise --processes 2 -- config.py --config config.py --workdir"
 ALONE = "supervise --hosts a --via {} -- config.py --config config.py --workdir new"
 LATE = [
@@ -237,7 +237,7 @@ UNREADABLE = {
     "train": "train --config {} --workdir new",
     "prepare": "prepare text --input {} --out out --tokenizer bytes",
     "prepare images": "prepare images --input {} --out out",
-    "prepare translation": "prepare translation --input {} --out o --source_lang a --target_lang b",
+    "prepare translation": "prepare translation --input {} --out o --languages a b",
     "planner": "planner predict --network {} --parameters 1e6 --compute_s 0.1",
     "peers": "peers replay --workdir {}",
     "preflight": "preflight --config {} --save n.json",

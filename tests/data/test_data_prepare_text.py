@@ -53,7 +53,7 @@ def test_every_format_gives_the_same_documents(tmp_path):
             name.with_name(name.name + ".gz").write_bytes(gzip.compress(text.encode()))
     for given in ("a", "b.parquet", "c"):
         out = tmp_path / "out" / given
-        manifest = prepare([tmp_path / given], out, "bytes", val_fraction=0.3)
+        manifest = prepare([tmp_path / given], out, "bytes", val=0.3)
         train, val = texts_of(out, "train"), texts_of(out, "val")
         assert sorted(train + val) == sorted(TEXTS) and 4 <= len(val) <= 20
         if given == "a":
@@ -143,7 +143,7 @@ def test_a_packed_file_that_is_cut_or_no_such_file(packed, tmp_path):
 def test_every_kind_of_strings_of_parquet(kind, tmp_path):
     table = pa.table({"id": [1, 2, 3], "text": pa.array(["a", "b", "é"]).cast(kind)})
     (tmp_path / "x.parquet").write_bytes(parquet(table))
-    prepare([tmp_path / "x.parquet"], tmp_path / "out", "bytes", val_fraction=0.5)
+    prepare([tmp_path / "x.parquet"], tmp_path / "out", "bytes", val=0.5)
     found = texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val")
     assert sorted(found) == ["a", "b", "é"]
 
@@ -151,14 +151,14 @@ def test_every_kind_of_strings_of_parquet(kind, tmp_path):
 def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
     posts = DATA / "web_text/posts.jsonl"
     out, file = tmp_path / "out", gpt2_json(tmp_path)
-    prepare([posts], out, str(file), val_fraction=0.3)
+    prepare([posts], out, str(file), val=0.3)
     file.unlink()
     wanted = [json.loads(line)["text"] for line in posts.read_text("utf-8").splitlines()]
     assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted(wanted)
     ids = np.fromfile(out / "val.bin", "<u2")
     assert ids.max() == 50256 and token_folder.is_whole(out)
     # the same documents are held out whatever the tokenizer
-    prepare([posts], tmp_path / "bytes", "bytes", val_fraction=0.3)
+    prepare([posts], tmp_path / "bytes", "bytes", val=0.3)
     assert texts_of(tmp_path / "bytes", "val") == texts_of(out, "val")
 
 
@@ -168,7 +168,7 @@ def test_split_is_by_document(tmp_path):
     splits = {}
     for name in ("once", "twice"):
         out = tmp_path / name
-        prepare([tmp_path / f"{name}.jsonl"], out, "bytes", val_fraction=0.3)
+        prepare([tmp_path / f"{name}.jsonl"], out, "bytes", val=0.3)
         train, val = texts_of(out, "train"), texts_of(out, "val")
         assert not set(train) & set(val)
         splits[name] = set(val)
@@ -177,7 +177,7 @@ def test_split_is_by_document(tmp_path):
 
 def test_a_single_text_is_split_by_position(tmp_path):
     (tmp_path / "book.txt").write_text("abcdefghij")
-    manifest = prepare(tmp_path / "book.txt", tmp_path / "out", "bytes", val_fraction=0.2)
+    manifest = prepare(tmp_path / "book.txt", tmp_path / "out", "bytes", val=0.2)
     assert texts_of(tmp_path / "out", "train") == ["abcdefgh"]
     assert texts_of(tmp_path / "out", "val") == ["ij"]
     assert manifest["splits"]["val"]["documents"] == 1
@@ -188,7 +188,7 @@ def test_a_single_text_is_split_by_position(tmp_path):
 def test_val_input_keeps_its_documents_out_of_train(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:20], ""])
     b = write_jsonl(tmp_path / "b.jsonl", [*TEXTS[18:25], "\0"])
-    manifest = prepare([a], tmp_path / "out", "bytes", val_inputs=[b], workers=2)
+    manifest = prepare([a], tmp_path / "out", "bytes", val=[b], workers=2)
     assert texts_of(tmp_path / "out", "train") == TEXTS[:18]
     assert texts_of(tmp_path / "out", "val") == TEXTS[18:25]
     assert manifest["validation_documents_left_out_of_train"] == 2
@@ -201,7 +201,7 @@ def test_separators_and_odd_characters_in_the_text(tmp_path):
     lines = b"\xef\xbb\xbf" + a.read_bytes().replace(b"\n", b"\r\n") + b"\n\n"
     a.write_bytes(2 * lines)  # as of two files, each with a mark of its encoding
     b = write_jsonl(tmp_path / "b.jsonl", ["held out"])
-    prepare([a], tmp_path / "out", "bytes", val_inputs=[b])
+    prepare([a], tmp_path / "out", "bytes", val=[b])
     assert texts_of(tmp_path / "out", "train") == 2 * ["ab", "<|endoftext|>", "�", *texts[3:]]
 
 
@@ -212,9 +212,9 @@ def test_other_kinds_of_text_are_read_where_they_are_named(tmp_path):
     for path, text in {"in/a.md": "# One", "in/b.py": "b = 2", "in/c.txt": "three"}.items():
         (tmp_path / path).write_text(text)
     held_out.write_text("four")
-    prepare([folder / "a.md", folder / "b.py"], tmp_path / "named", "bytes", val_inputs=[held_out])
+    prepare([folder / "a.md", folder / "b.py"], tmp_path / "named", "bytes", val=[held_out])
     assert texts_of(tmp_path / "named", "train") == ["# One", "b = 2"]
-    prepare([folder], tmp_path / "all", "bytes", val_inputs=[held_out])
+    prepare([folder], tmp_path / "all", "bytes", val=[held_out])
     assert texts_of(tmp_path / "all", "train") == ["three"]
 
 
@@ -281,19 +281,19 @@ def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
     for bad, named in ((b"{]\n", "line 41: "), (b'"\xff"\n', f"byte {len(data) + 1}")):
         path.write_bytes(gzip.compress(data + bad) if packed else data + bad)
         with refuses(named, error=DataError):
-            prepare([path], tmp_path / "out", "bytes", val_fraction=0.3)
+            prepare([path], tmp_path / "out", "bytes", val=0.3)
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"val_fraction": 0}, ("val_fraction", 0)),
+        ({"val": 0}, ("val_fraction", 0)),
         ({"workers": 0}, ("workers", 0)),
-        ({"val_inputs": "a.jsonl"}, ("a.jsonl",)),
+        ({"val": "a.jsonl"}, ("a.jsonl",)),
         ({"tokenizer": "bpe"}, ("bpe",)),
         ({"tokenizer": "none/tokenizer.json"}, ("none/tokenizer.json",)),
-        ({"val_fraction": 1e-9}, ("val_fraction 1e-09", "40 documents")),
-        ({"val_fraction": 1 - 1e-9}, ("train split", "val_fraction 1")),
+        ({"val": 1e-9}, ("val_fraction 1e-09", "40 documents")),
+        ({"val": 1 - 1e-9}, ("train split", "val_fraction 1")),
     ],
 )
 def test_bad_arguments(given, named, tmp_path, monkeypatch):

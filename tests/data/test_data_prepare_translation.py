@@ -29,7 +29,7 @@ def packed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(packed):
     out = packed.parent / "prepared"
-    prepare(packed, out, "en", "de", vocab_size=VOCAB)
+    prepare(packed, out, ("en", "de"), vocab_size=VOCAB)
     return out
 
 
@@ -95,11 +95,11 @@ def test_every_layout_gives_the_same_bytes(tmp_path, packed, prepared):
     wanted = contents(prepared)
     for name, given_input, more in (("files", files, {}), ("parts", parts, held)):
         out = tmp_path / "out" / name
-        prepare(given_input, out, "en", "de", vocab_size=VOCAB, **more)
+        prepare(given_input, out, ("en", "de"), vocab_size=VOCAB, **more)
         found = contents(out)
         del found["manifest.json"]
         assert found == {n: data for n, data in wanted.items() if n != "manifest.json"}, name
-    prepare(packed, tmp_path / "deen", "de", "en", vocab_size=VOCAB)
+    prepare(packed, tmp_path / "deen", ("de", "en"), vocab_size=VOCAB)
     turned = contents(tmp_path / "deen")
     for name in ("vocabulary.model", "test.en", "test.de"):
         assert turned[name] == wanted[name]
@@ -124,7 +124,7 @@ def test_filters_by_hand(tmp_path, monkeypatch):
     mini_pairs.write_pairs(tmp_path / "val", val)
     mini_pairs.write_pairs(tmp_path / "test", [("good night", "gute Nacht")] * 2)
     more = {"val": tmp_path / "val", "test": tmp_path / "test", "vocab_size": 330}
-    manifest = prepare(table, tmp_path / "out", "en", "de", **more)
+    manifest = prepare(table, tmp_path / "out", ("en", "de"), **more)
     counts = {name: len(group) for name, group in bad.items()}
     counts["empty_side"] += 1  # of the validation pairs, from which nothing else is dropped
     assert manifest["filters"] == counts
@@ -147,9 +147,9 @@ def test_a_sentence_too_long_to_translate_is_refused_with_its_line(split, side, 
         more = [*pairs[:2], ("", ""), tuple(long), ("a", "a")]
         mini_pairs.write_pairs(held[split], more)
         if length < subwords.LONGEST:
-            prepare(table, tmp_path / "out", "en", "de", vocab_size=300, **held)
+            prepare(table, tmp_path / "out", ("en", "de"), vocab_size=300, **held)
     with refuses(f"{split}.{('en', 'de')[side]}, line 4", 1100, error=DataError):
-        prepare(table, tmp_path / "more", "en", "de", vocab_size=300, **held)
+        prepare(table, tmp_path / "more", ("en", "de"), vocab_size=300, **held)
 
 
 def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
@@ -161,7 +161,7 @@ def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
         (folder / name).write_bytes(b"")
     (folder / "old").mkdir()
     given = ["--input", str(folder), "--out", str(tmp_path / "out"), "--vocab_size", str(VOCAB)]
-    assert main(["translation", *given, "--source_lang", "en", "--target_lang", "de"]) == 0
+    assert main(["translation", *given, "--languages", "en", "de"]) == 0
     wanted = {".en": 1, ".fr": 1, ".en.zst": 1, "hidden": 1, "folder old": 1}
     assert pair_folder.read_manifest(tmp_path / "out")["left_out"] == wanted
     assert "1 .en.zst" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_a_share_of_the_training_pairs(tmp_path):
     pairs = [(f"sentence number {i // 2}", f"Satz Nummer {i}") for i in range(400)]
     table = mini_pairs.write_pairs(tmp_path / "all", pairs)
     out = tmp_path / "out"
-    prepare(table, out, "en", "de", vocab_size=300, val_fraction=0.1)
+    prepare(table, out, ("en", "de"), vocab_size=300, val=0.1)
     train, val = texts_of(out, "train"), texts_of(out, "val")
     assert sorted(train + val) == sorted(pairs) and 10 < len(val) < 80
     assert not {en for en, _ in train} & {en for en, _ in val}
@@ -182,7 +182,7 @@ def test_no_training_pair_is_left_whatever_the_share(tmp_path):
     same = dict.fromkeys(("train.en", "train.de"), "a b c d\ne f g h\n")
     write_plain(tmp_path / "in", {"val.en": None, "val.de": None} | same)
     with refuses("train split", "2 untranslated", error=DataError):
-        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300, val_fraction=0.5)
+        prepare(tmp_path / "in", tmp_path / "out", ("en", "de"), vocab_size=300, val=0.5)
 
 
 def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
@@ -280,7 +280,7 @@ def test_bad_input(case, tmp_path):
     write_plain(tmp_path / "in", changes)
     before = sorted(tmp_path.rglob("*"))
     with refuses(*named, error=DataError):
-        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
+        prepare(tmp_path / "in", tmp_path / "out", ("en", "de"), vocab_size=300)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -291,22 +291,24 @@ def test_bad_input(case, tmp_path):
         (["none"], {}, ("none.en", "none.de")),
         (["train", "train"], {"val": "val"}, ("train.en",)),
         (["train"], {"val": "train"}, ("train.en",)),
-        (["."], {"val_fraction": 0.1}, ("--val_fraction",)),
-        (["train"], {"val_fraction": 1.0}, ("val_fraction", 1.0)),
-        (["train"], {"val_fraction": 1e-9}, ("--val_fraction 1e-09", "3 pairs")),
+        (["."], {"val": 0.1}, ("--val_fraction",)),
+        (["train"], {"val": 1.0}, ("val_fraction", 1.0)),
+        (["train"], {"val": 1e-9}, ("--val_fraction 1e-09", "3 pairs")),
         (["."], {"workers": 0}, ("workers", 0)),
         (["."], {"vocab_size": 260}, ("--vocab_size 260",)),
         (["."], {"vocab_size": 70_000}, ("--vocab_size 70000",)),
         (["."], {"vocab_size": 262}, (262,)),
-        (["."], {"target_lang": "en"}, ("'en'",)),
-        (["."], {"target_lang": "../x"}, ("../x",)),
+        (["."], {"languages": ("en", "en")}, ("'en'",)),
+        (["."], {"languages": ("en", "../x")}, ("../x",)),
+        (["."], {"languages": "en"}, ("'en'",)),
+        (["."], {"languages": ("en", "de", "fr")}, ("fr",)),
     ],
 )
 def test_bad_arguments(given, keywords, named, tmp_path, monkeypatch):
     write_plain(tmp_path / "in", {})
     monkeypatch.chdir(tmp_path / "in")
     with refuses(*named, error=DataError):
-        prepare(given, "../out", "en", **{"target_lang": "de"} | keywords)
+        prepare(given, "../out", **{"languages": ("en", "de")} | keywords)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -314,7 +316,7 @@ def test_without_test_pairs(packed, tmp_path):
     folder = shutil.copytree(packed, tmp_path / "in")
     for language in ("en", "de"):
         (folder / f"test.{language}.gz").unlink()
-    prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB)
+    prepare(folder, tmp_path / "out", ("en", "de"), vocab_size=VOCAB)
     with refuses("'test'", "train, val", error=DataError):
         TranslationPairs(tmp_path / "out", "test")
 
@@ -331,5 +333,5 @@ def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subwords, "train", train_and_append)
     with refuses("train.en", error=DataError):
-        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
+        prepare(tmp_path / "in", tmp_path / "out", ("en", "de"), vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -72,17 +72,15 @@ def test_an_unknown_character_is_named(unknown, code, tmp_path, capsys):
         with refuses("U+", error=DataError):
             tokenizers.from_manifest(tmp_path / "out").encode(text)
     with refuses("val.txt", code, error=DataError):
-        prepare(tmp_path / "val.txt", tmp_path / "b", "chars", tokenizer_path=tmp_path / "out")
+        prepare(tmp_path / "val.txt", tmp_path / "b", str(tmp_path / "out"))
 
 
 def test_characters_of_another_folder(tmp_path):
     (tmp_path / "a.txt").write_text("abcdef" * 9)
     (tmp_path / "b.txt").write_text("fed" * 9)
-    prepare(tmp_path / "a.txt", tmp_path / "a", "chars", val_fraction=0.5)
+    prepare(tmp_path / "a.txt", tmp_path / "a", "chars", val=0.5)
     first = tokenizers.from_manifest(tmp_path / "a")
-    prepare(
-        tmp_path / "b.txt", tmp_path / "b", "chars", tokenizer_path=tmp_path / "a", val_fraction=0.5
-    )
+    prepare(tmp_path / "b.txt", tmp_path / "b", str(tmp_path / "a"), val=0.5)
     second = tokenizers.from_manifest(tmp_path / "b")
     assert first.to_json() == second.to_json() and second.vocab_size == 7
     ids = np.fromfile(tmp_path / "b/val.bin", "<u2")
@@ -95,12 +93,14 @@ def test_characters_of_another_folder(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"[1]", b"7", b"\xff", b"null", b'"ab'])
 def test_files_that_hold_no_characters(content, tmp_path):
+    entry = tokenizers.CharTokenizer("abc").to_json()
+    (tmp_path / "manifest.json").write_text(json.dumps({"tokenizer": entry}))
     (tmp_path / "chars.json").write_bytes(content)
     with refuses("chars.json", error=DataError):
-        tokenizers.load("chars", tmp_path)
+        tokenizers.load(str(tmp_path))
     (tmp_path / "chars.json").unlink()
     with refuses("chars.json", error=DataError):
-        tokenizers.load("chars", tmp_path)
+        tokenizers.load(str(tmp_path))
 
 
 def test_gpt2_known_ids(gpt2):
@@ -175,3 +175,10 @@ def test_from_manifest(gpt2, tmp_path):
     manifest.write_text(json.dumps({"tokenizer": entry}))
     with refuses("tokenizer.json", error=DataError):
         tokenizers.from_manifest(tmp_path)
+    for name in ("gpt2", "", ".", str(moved)):
+        manifest.write_text(json.dumps({"tokenizer": entry | {"name": name}}))
+        with refuses(manifest, repr(name), error=DataError):
+            tokenizers.from_manifest(tmp_path)
+    with refuses("--end_of_text", moved, error=DataError):
+        tokenizers.load(str(moved), "a")
+    assert tokenizers.load(str(moved)).to_json() == gpt2.to_json()

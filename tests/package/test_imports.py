@@ -58,7 +58,7 @@ MOST_LINES = {
     "replicas": 208,
     "optim": 1443,
     "models": 1483,
-    "data": 3421,
+    "data": 3419,
     "tasks": 1061,
     "train": 3390,
     "checkpoints": 861,

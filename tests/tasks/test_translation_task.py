@@ -53,7 +53,7 @@ def one_width():
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("pairs")
     files, out = mini_pairs.write_files(root / "files"), root / "prepared"
-    prepare_translation.prepare(files, out, "en", "de", vocab_size=320, workers=1)
+    prepare_translation.prepare(files, out, ("en", "de"), vocab_size=320, workers=1)
     return out
 
 

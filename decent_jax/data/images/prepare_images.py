@@ -35,7 +35,6 @@ def prepare(
     *,
     workers: int | None = None,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> Json:
     """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts it reads.
 
@@ -47,7 +46,6 @@ def prepare(
       out: the folder to make.
       workers: processes; None means one per core, and only this one for a few images.
       overwrite: replace a folder that an earlier call made, once the new one is complete.
-      progress: show a progress bar on stderr.
 
     Returns:
       The manifest: class names, and for each split the images, bytes, broken images and shards.
@@ -71,8 +69,8 @@ def prepare(
             return len(checked)
 
         work = functools.partial(_check, images=images)
-        options = {"workers": workers, "total": total, "progress": progress}
-        worker_pool.encode(_tasks(images), work, add, desc="packing", unit=" images", **options)
+        options = {"workers": workers, "total": total, "desc": "packing", "unit": " images"}
+        worker_pool.encode(_tasks(images), work, add, **options)
         left_out = Counter(images["train"].left_out) + Counter(images["val"].left_out)
         return folder.commit(dict(left_out))
 

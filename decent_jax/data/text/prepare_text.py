@@ -33,35 +33,28 @@ def prepare(
     out: str | Path,
     tokenizer: str = "gpt2",
     *,
-    tokenizer_path: str | Path | None = None,
     end_of_text: str | None = None,
-    val_fraction: float = 0.0005,
-    val_inputs: str | Path | Iterable[str | Path] = (),
+    val: float | str | Path | Iterable[str | Path] = 0.0005,
     text_field: str = "text",
     workers: int | None = None,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> Json:
     """Writes the prepared folder `out` from text; `DESCRIPTION` lists the formats it reads.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
-    are spawned. Empty documents are left out. With `val_inputs`, training documents that occur in
-    the validation set are left out too.
+    are spawned. Empty documents are left out. If `val` names files, training documents that occur
+    in them are left out too.
 
     Args:
       inputs: files and folders.
       out: the folder to make.
-      tokenizer: `"gpt2"`, `"bytes"`, `"chars"`, or the path of a tokenizer.json of Hugging Face.
-      tokenizer_path: for `"chars"`, a prepared folder whose characters to use; None: those of
-        `inputs`.
+      tokenizer: `"chars"` for the characters of `inputs`; otherwise as for `tokenizers.load`.
       end_of_text: the token of a tokenizer.json that ends a document, if it is ambiguous.
-      val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
-        file, which is one document, its last part.
-      val_inputs: files and folders for `val.bin`; `val_fraction` is then ignored.
+      val: share of the documents, in (0, 1), that `val.bin` receives (of a single text file, which
+        is one document, its last part), or the files and folders of the validation documents.
       text_field: the JSON field or parquet column with the text.
       workers: processes; None means one per core, and only this one for a few megabytes.
       overwrite: replace a folder that an earlier call made, once the new one is complete.
-      progress: show a progress bar on stderr.
 
     Returns:
       The manifest: documents, tokens and hashes of each split, names of the inputs, tokenizer.
@@ -70,12 +63,13 @@ def prepare(
       DataError: the arguments or the data are wrong; the message is one sentence.
       OSError: the output cannot be written, for instance because the disk is full.
     """
-    if not 0 < val_fraction < 1:
+    val_fraction = val if isinstance(val, int | float) else None
+    if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    of_inputs = tokenizer == "chars" and tokenizer_path is None and end_of_text is None
-    codec = None if of_inputs else tokenizers.load(tokenizer, tokenizer_path, end_of_text)
+    of_inputs = tokenizer == "chars" and end_of_text is None
+    codec = None if of_inputs else tokenizers.load(tokenizer, end_of_text)
     sources, other = documents.find_sources(as_paths(inputs))
-    held_out, more = documents.find_sources(as_paths(val_inputs))
+    held_out, more = documents.find_sources([] if isinstance(val, int | float) else as_paths(val))
     if not sources:
         raise DataError("no input given")
     documents.check_sources(sources, held_out, text_field)
@@ -83,7 +77,7 @@ def prepare(
     total = sum(source.size for source in sources + held_out)
     workers = worker_pool.how_many(workers, small=total < worker_pool.SMALL_BYTES)
     work = functools.partial(_encode, tokenizer=codec, field=text_field)
-    split_of = _of_given(held_out) if held_out else _by_hash(sources, val_fraction)
+    split_of = _by_hash(sources, val_fraction) if val_fraction else _of_given(held_out)
     left_out = {"empty": 0, "in validation": 0}
     with TokenFolderWriter(out, codec, overwrite=overwrite) as folder:
 
@@ -96,11 +90,10 @@ def prepare(
             return sum(chunk.read for chunk in task)
 
         tasks = _tasks(documents.chunks(held_out + sources, text_field))
-        options = {"workers": workers, "total": total, "progress": progress}
-        worker_pool.encode(tasks, work, add, desc="tokenizing", **options)
-        _check_counts(folder.documents, None if held_out else val_fraction)
+        worker_pool.encode(tasks, work, add, workers=workers, total=total, desc="tokenizing")
+        _check_counts(folder.documents, val_fraction)
         return folder.commit(
-            val_fraction=None if held_out else val_fraction,
+            val_fraction=val_fraction,
             text_field=text_field,
             empty_documents_left_out=left_out["empty"],
             validation_documents_left_out_of_train=left_out["in validation"],
@@ -212,20 +205,16 @@ OUT appears when it is whole. After a kill, start the same command again.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only text has."""
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    kinds = "gpt2 (downloaded), bytes (of UTF-8), chars, or FILE.json: a tokenizer.json of "
-    kinds += "Hugging Face"
+    kinds = "gpt2 (downloaded), bytes (of UTF-8), chars (those of the input), FILE.json (a"
+    kinds += " tokenizer.json of Hugging Face), or an earlier OUT, whose tokenizer is used"
     add("--tokenizer", required=True, metavar="NAME", help=kinds)
-    files = "an earlier OUT, whose chars are used (default: the characters of the input)"
-    add("--tokenizer_path", metavar="DIR", help=files)
-    end = (
-        "the token of FILE.json that ends a document (default: its special one, or the eos_token of"
-    )
-    end += " the tokenizer_config.json beside it)"
+    end = "the token of FILE.json that ends a document (default: its special one, or the eos_token"
+    end += " of the tokenizer_config.json beside it)"
     add("--end_of_text", metavar="TOKEN", help=end)
     share = "share of the documents, or of a single text file, that goes to val.bin (%(default)s)"
-    one_of("--val_fraction", type=float, default=0.0005, metavar="F", help=share)
-    read = "read val.bin's documents here instead"
-    one_of("--val_input", dest="val_inputs", nargs="+", default=[], metavar="PATH", help=read)
+    one_of("--val_fraction", dest="val", type=float, default=0.0005, metavar="F", help=share)
+    read = "read the documents of val.bin here instead"
+    one_of("--val_input", dest="val", nargs="+", metavar="PATH", help=read)
     field = "JSON field or parquet column with the text (%(default)s)"
     add("--text_field", default="text", metavar="NAME", help=field)
 

@@ -220,47 +220,46 @@ class HFTokenizer(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def load(
-    name: str, path: str | Path | None = None, end_of_text: str | int | None = None
-) -> Tokenizer:
+def load(name: str, end_of_text: str | int | None = None) -> Tokenizer:
     """The tokenizer named `name`.
 
     Args:
-      name: `"bytes"`, `"chars"`, `"gpt2"`, which is downloaded once, or the path of a
-        tokenizer.json of Hugging Face.
-      path: for `"chars"` a folder with `chars.json`; for a tokenizer.json the folder that holds
-        it, if it is not part of ``name``.
+      name: `"bytes"`, `"gpt2"`, which is downloaded once, the path of a tokenizer.json of Hugging
+        Face, or a prepared folder, whose tokenizer is used.
       end_of_text: the token of a tokenizer.json that ends a document, or its id.
 
     Raises:
       DataError: an unknown name, a missing or damaged file, or a download that fails.
     """
-    if name in NAMES and end_of_text is not None:
+    if name.endswith(".json"):
+        return _load_json(Path(name), end_of_text)
+    if end_of_text is not None:
         raise DataError(f"--end_of_text is for a tokenizer.json; {name} has its own end token")
     if name == "bytes":
         return ByteTokenizer()
-    if name == "chars":
-        return _load_chars(path)
     if name == "gpt2":
         return HFTokenizer(_download())
-    if name.endswith(".json"):
-        file = Path(path or "") / name
-        try:
-            return HFTokenizer(read_bytes(file), end_of_text, _eos_token(file.with_name(HF_CONFIG)))
-        except DataError as error:
-            raise DataError(f"{file}: {error}") from None
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+    if name == "chars":
+        raise DataError(f"chars are those of a text; pass a prepared folder with {CHARS_FILE}")
+    if Path(name).is_dir():
+        return from_manifest(name)
     raise DataError(
-        f"unknown tokenizer {name!r}; choose one of {', '.join(NAMES)}, or the path of a "
-        "tokenizer.json"
+        f"unknown tokenizer {name!r}; choose one of {', '.join(NAMES)}, the path of a"
+        " tokenizer.json, or a prepared folder"
     )
 
 
-def _load_chars(folder: str | Path | None) -> CharTokenizer:
-    if folder is None:
-        raise DataError(f"the chars tokenizer needs a prepared folder that holds {CHARS_FILE}")
-    file, otherwise = Path(folder) / CHARS_FILE, "not a text of all characters"
+def _load_json(file: Path, end_of_text: str | int | None) -> HFTokenizer:
+    try:
+        return HFTokenizer(read_bytes(file), end_of_text, _eos_token(file.with_name(HF_CONFIG)))
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def _load_chars(file: Path) -> CharTokenizer:
+    otherwise = "not a text of all characters"
     try:
         alphabet = read_json(file, otherwise)
     except OSError as error:
@@ -300,7 +299,14 @@ def from_manifest(folder: str | Path) -> Tokenizer:
         name, wanted, end = entry["name"], entry["files"], int(entry["end_of_text"])
         if not (isinstance(name, str) and isinstance(wanted, dict)):
             raise TypeError
-    tokenizer = load(name, folder if wanted else None, None if name in NAMES else end)
+    if name not in ("bytes", "chars", HF_FILE):
+        raise DataError(f"{path}: unknown tokenizer {name!r}; prepare the text again")
+    if name == "bytes":
+        tokenizer = ByteTokenizer()
+    elif name == "chars":
+        tokenizer = _load_chars(Path(folder) / CHARS_FILE)
+    else:
+        tokenizer = _load_json(Path(folder) / HF_FILE, end)
     if tokenizer.to_json()["files"] != wanted:
         raise DataError(
             f"{folder}: {' and '.join(wanted)} are not the ones these tokens were made with"

@@ -103,7 +103,7 @@ def _make(out: Path, overwrite: bool) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         write_files(folder, **_COUNTS, seed=0)
         return prepare_translation.prepare(
-            [folder], out, "en", "de", vocab_size=_VOCAB_SIZE, workers=1, overwrite=overwrite
+            [folder], out, ("en", "de"), vocab_size=_VOCAB_SIZE, workers=1, overwrite=overwrite
         )
 
 

@@ -10,8 +10,7 @@ import collections
 import functools
 import hashlib
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from decent_jax.data.translation.subwords import Subwords, normalize
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import Json
+from decent_jax.ground.progress import announce
 
 VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
@@ -52,16 +52,13 @@ Streams = list[tuple[str, PairSource]]  # (split, source) in the order of readin
 def prepare(
     inputs: str | Path | Iterable[str | Path],
     out: str | Path,
-    source_lang: str,
-    target_lang: str,
+    languages: Sequence[str],
     *,
-    val: str | Path | None = None,
+    val: str | Path | float | None = None,
     test: str | Path | None = None,
-    val_fraction: float = 0,
     vocab_size: int = VOCAB_SIZE,
     workers: int | None = None,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> Json:
     """Writes the prepared folder `out` from sentence pairs; `DESCRIPTION` lists what it reads.
 
@@ -77,14 +74,12 @@ def prepare(
     Args:
       inputs: folders, prefixes of parallel files.
       out: the folder to make.
-      source_lang, target_lang: as in the names of the files, such as `"en"` and `"de"`.
-      val, test: prefixes; None takes those that an input folder holds.
-      val_fraction: share of the training pairs, chosen by a hash of the source sentence, to use for
-        validation if there is no `val`.
+      languages: to translate from and to, as in the names of the files: `("en", "de")`.
+      val, test: prefixes; None takes those that an input folder holds. A number `val` is the share
+        of the training pairs to use for validation, chosen by a hash of the source sentence.
       vocab_size: ids of the joint vocabulary, including 4 special ones and 256 bytes.
       workers: processes; None means one per core, and only this one for a few megabytes.
       overwrite: replace a folder that an earlier call made, once the new one is complete.
-      progress: show progress bars on stderr.
 
     Returns:
       The manifest: pairs, tokens and hashes of each split, names of the inputs, the vocabulary's
@@ -94,24 +89,24 @@ def prepare(
       DataError: the arguments or the data are wrong; the message is one sentence.
       OSError: the output cannot be written, for instance because the disk is full.
     """
-    languages = source_lang, target_lang
-    _check_arguments(languages, val_fraction)
+    prefix, val_fraction = (None, val) if isinstance(val, int | float) else (val, 0)
+    languages = _checked_languages(languages)
     subwords.check_size(vocab_size)
-    sources = sentence_pairs.find_inputs(as_paths(inputs), languages, val, test)
+    sources = sentence_pairs.find_inputs(as_paths(inputs), languages, prefix, test)
     _check_splits(sources, val_fraction)
     streams = [(split, source) for split in SPLITS[::-1] for source in getattr(sources, split)]
     total = sum(source.size for _, source in streams)
     workers = worker_pool.how_many(workers, small=total < worker_pool.SMALL_BYTES)
-    options = {"workers": workers, "total": total, "progress": progress}
+    options: Json = {"workers": workers, "total": total}
     with TranslationFolderWriter(out, languages, overwrite=overwrite) as folder:
         survey = _Survey(streams)
         look = functools.partial(_survey_lines, val_fraction=val_fraction)
         worker_pool.encode(_tasks(streams), look, survey.add, desc="reading", **options)
         survey.finish()
         _check_survey(survey, sources, val_fraction)
-        if progress:
-            print(f"learning {vocab_size} subwords from {len(survey.words)} words", file=sys.stderr)
-        vocabulary = subwords.train(survey.words, vocab_size)
+        learning = f"learning {vocab_size} subwords from {len(survey.words)} words"
+        with announce(learning, brief=False):
+            vocabulary = subwords.train(survey.words, vocab_size)
         dropped = _encode(_tasks(streams, survey.fates), folder, vocabulary, options)
         if not folder.pairs["train"]:
             raise DataError(f"no pair of the train split is left ({_list(dropped)})")
@@ -290,17 +285,21 @@ def _line(sentence: bytes) -> str:
     return " ".join(sentence.decode().removeprefix("\ufeff").split())
 
 
-def _check_arguments(languages: tuple[str, str], val_fraction: float) -> None:
+def _checked_languages(languages: Sequence[str]) -> tuple[str, str]:
     for language in languages:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", language):
             raise DataError(f"a language is named like en or de, got {shown(language)}")
-    if languages[0] == languages[1]:
-        raise DataError(f"source and target are the same language, {languages[0]!r}")
-    if not 0 <= val_fraction < 1:
-        raise DataError(f"val_fraction must be at least 0 and less than 1, got {val_fraction}")
+    if isinstance(languages, str) or len(languages) != 2:
+        raise DataError(f"languages must be two names, such as ('en', 'de'), got {languages!r}")
+    source, target = languages
+    if source == target:
+        raise DataError(f"source and target are the same language, {source!r}")
+    return source, target
 
 
 def _check_splits(sources: sentence_pairs.Inputs, val_fraction: float) -> None:
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"val_fraction must be at least 0 and less than 1, got {val_fraction}")
     if not sources.train:
         raise DataError("no input given")
     if sources.val and val_fraction:
@@ -345,7 +344,7 @@ with a side that is too long or far longer than the other; the manifest counts t
 """
 EXAMPLE = """\
 example, WMT14 from its unpacked archives:
-  decent-jax prepare translation --source_lang en --target_lang de \\
+  decent-jax prepare translation --languages en de \\
       --input training/europarl-v7.de-en commoncrawl.de-en training/news-commentary-v9.de-en \\
       --val newstest2013 --test newstest2014 --out data/wmt14_ende
 
@@ -356,11 +355,11 @@ OUT appears when it is whole. After a kill, start the same command again.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only translation has."""
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("--source_lang", required=True, metavar="EN", help="the language to translate from")
-    add("--target_lang", required=True, metavar="DE", help="the language to translate to")
+    names = "the languages to translate from and to, as the names of the files end"
+    add("--languages", required=True, nargs=2, metavar=("EN", "DE"), help=names)
     one_of("--val", metavar="PATH", help="prefix of the validation pairs")
     share = "take a share of the training pairs as validation pairs"
-    one_of("--val_fraction", type=float, default=0, metavar="F", help=share)
+    one_of("--val_fraction", dest="val", type=float, metavar="F", help=share)
     add("--test", metavar="PATH", help="prefix of the test pairs")
     size = "subwords of the joint vocabulary (%(default)s)"
     add("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help=size)
