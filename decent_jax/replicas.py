@@ -1,8 +1,8 @@
 """The stacked state: every leaf has a leading replica dimension, sharded over the mesh.
 
-`Placement` maps replicas to devices and runs per-replica code there. The rest are operations
-on the whole stack (the mean, the distance from it, another number of replicas). They are
-plain functions of arrays: call them with or without `jax.jit`, on sharded arrays too.
+`Placement` maps replicas to devices and runs per-replica code there. The other functions work on
+the whole stack (its mean, the distance from the mean, another number of replicas). They are plain
+functions of arrays: call them with or without `jax.jit`, on sharded arrays too.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ class Placement:
 
     Replica i is row ``i % block`` of device ``i // block``. Built by `place`.
 
-    If a replica is larger than a device, a second axis ``"fsdp"`` counts the devices of each: its
-    arrays are sharded over them (`sharding`), and so are the examples of its batch. Per-replica
-    code still names the axis ``"replica"`` and never ``"fsdp"``, over which XLA partitions it.
+    If a replica is too large for a device, a second mesh axis ``"fsdp"`` counts the devices of a
+    replica, over which its arrays (`sharding`) and the examples of its batch are sharded. XLA
+    partitions per-replica code over that axis; the code itself names only ``"replica"``.
     """
 
     num_replicas: int
@@ -65,12 +65,12 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """Of the devices, as jax calls it: ``"cpu"``, ``"gpu"``, ``"tpu"``."""
+        """The platform of the devices, as jax calls it: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def device_of_each(self) -> list[jax.Device]:
-        """The device of each replica; the first of those that share it."""
+        """The device of each replica; the first one if a replica has several."""
         first = self.mesh.devices.reshape(-1, self.fsdp)[:, 0]
         return [device for device in first for _ in range(self.block)]
 
@@ -81,23 +81,23 @@ class Placement:
 
     @property
     def stacked(self) -> NamedSharding:
-        """Sharding of arrays with a leading replica dimension; each replica's array stays whole."""
+        """The sharding of stacked arrays (n, ...) in which each replica's array stays whole."""
         return NamedSharding(self.mesh, P("replica"))
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of a stacked array (n, ...) of the training state.
 
-        The devices of one replica shard the largest dimension that they divide (the first of equal
-        ones). Arrays without such a dimension are replicated on them.
+        The largest dimension that ``fsdp`` divides (the first of equal ones) is sharded over the
+        devices of a replica. Arrays without such a dimension are replicated on them.
         """
         return self._sharded(shape, range(1, len(shape)))
 
     def sharding_of_batch(self, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of stacked examples (n, B, ...): B is divided if ``fsdp`` divides it."""
+        """The sharding of stacked examples (n, B, ...): B is sharded if ``fsdp`` divides it."""
         return self._sharded(shape, range(1, min(len(shape), 2)))
 
     def place_all(self, tree: PyTree) -> PyTree:
-        """Inside `jax.jit`: the training state, its stacked arrays constrained to `sharding`."""
+        """The training state with its arrays constrained to `sharding`, inside `jax.jit`."""
 
         def constrained(x: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))  # pyright: ignore
@@ -113,7 +113,7 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of arrays that are replicated on every device."""
+        """The sharding of arrays that are replicated on every device."""
         return NamedSharding(self.mesh, P())
 
     @property
@@ -124,9 +124,9 @@ class Placement:
         return [k * self.block + row for k in local for row in range(self.block)]
 
     def put(self, local: PyTree) -> PyTree:
-        """The global arrays (n, B, ...) of arrays stacked over `local_replicas`, (L, B, ...).
+        """Global arrays (n, B, ...) from host arrays (L, B, ...) stacked over `local_replicas`.
 
-        The B examples of a replica are sharded over its devices if their number divides B.
+        The B examples of a replica are sharded over its devices if ``fsdp`` divides B.
         """
         rows = {replica: row for row, replica in enumerate(self.local_replicas)}
 
@@ -142,13 +142,13 @@ class Placement:
         return jax.tree.map(put, local)
 
     def on(self, device: jax.Device) -> "Placement":
-        """The block of one device, on its own."""
+        """A placement of one device's block of replicas alone."""
         return place(self.block, [device])
 
     def on_devices(self, body: Code, in_specs: PyTree, out_specs: PyTree) -> Code:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 
-        For replicas of several devices it is code for one replica, whose arrays XLA partitions.
+        If a replica has several devices, ``body`` is code for one replica, which XLA partitions.
         """
         return jax.shard_map(
             body,
@@ -186,18 +186,18 @@ class Placement:
         return alone if self.block == 1 else in_turn if loop else self.per_replica(fn)
 
     def replica_ids(self) -> jax.Array:
-        """(block,) int32, inside `on_devices`: which replicas this device holds."""
+        """(block,) int32: the replicas that this device holds, inside `on_devices`."""
         first = jax.lax.axis_index("replica") * self.block
         return first + jnp.arange(self.block, dtype=jnp.int32)
 
 
 def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1) -> Placement:
-    """Replicas on devices, in the devices' order (all devices of all processes by default).
+    """Places replicas on devices.
 
     Args:
       num_replicas: n.
-      devices: in the order of the replicas.
-      fsdp: devices of one replica, consecutive ones.
+      devices: in the order of the replicas; None: all devices of all processes.
+      fsdp: the number of devices per replica, consecutive in ``devices``.
 
     Raises:
       ValueError: the number of devices does not divide the number of replicas; or, with ``fsdp``
@@ -215,24 +215,24 @@ def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1
     if len(devices) != num_replicas * fsdp:
         raise ValueError(
             f"{num_replicas} replicas of {fsdp} devices each need {num_replicas * fsdp} devices, "
-            f"got {len(devices)}; a device cannot hold several replicas where one takes several"
+            f"got {len(devices)}; with several devices per replica, a device holds only one replica"
         )
     grid = np.array(devices).reshape(num_replicas, fsdp)
     for i, row in enumerate(grid):
         if len({device.process_index for device in row}) > 1:
             raise ValueError(
                 f"the {fsdp} devices of replica {i} belong to several processes; use a number of "
-                "devices per replica that divides those of a process"
+                "devices per replica that divides the number of devices per process"
             )
     mesh = Mesh(grid, ("replica", "fsdp"), axis_types=(auto, auto))
     return Placement(num_replicas, mesh)
 
 
 def create(init: Code, num_replicas: int, key: jax.Array, *, identical: bool = True) -> PyTree:
-    """A stacked tree: ``init(key)`` for every replica, or each replica's own draw.
+    """A stacked tree: the same ``init(key)`` for every replica, or a separate draw for each.
 
     Args:
-      init: from a PRNG key to a pytree.
+      init: a function from a PRNG key to a pytree.
       num_replicas: n, the size of the leading dimension.
       key: a PRNG key.
       identical: False gives replica i ``init(jax.random.split(key, n)[i])``.
@@ -247,7 +247,7 @@ def create(init: Code, num_replicas: int, key: jax.Array, *, identical: bool = T
 
 
 def broadcast(tree: PyTree, num_replicas: int) -> PyTree:
-    """Every replica equal to ``tree``."""
+    """The tree, stacked ``num_replicas`` times: every leaf (n, ...)."""
 
     def stack(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
@@ -260,7 +260,7 @@ def _as_row(x: jax.Array) -> jax.Array:
 
 
 def _arrays(tree: PyTree) -> PyTree:
-    """The tree with numbers as arrays; raises TypeError, naming the leaf, for anything else."""
+    """The tree with numbers as arrays; TypeError, naming the leaf, for anything else."""
 
     def array(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
         if isinstance(x, _ARRAYS):
@@ -277,7 +277,7 @@ def _arrays(tree: PyTree) -> PyTree:
 
 
 def take(stacked: PyTree, replica: int) -> PyTree:
-    """One replica's own tree."""
+    """The tree of one replica, without the replica dimension."""
     return jax.tree.map(operator.itemgetter(replica), stacked)
 
 
@@ -299,7 +299,7 @@ def consensus_mean(
 ) -> PyTree:
     """The consensus model: the mean over the replicas that are finite.
 
-    Of integers, such as step counts, it takes the largest; of random keys, the first. An array that
+    Integers, such as step counts, take the largest value, and random keys the first. An array that
     is not finite on any replica, such as an optimizer's best loss before the first step, is
     averaged over all replicas and keeps its infinities.
 
@@ -307,8 +307,8 @@ def consensus_mean(
       stacked: arrays (n, ...).
       weights: (n,) weight of each replica, see `decent_jax.optim.consensus_weights`; None: equal
         weights.
-      counts: (n,) bool, which replicas count; None: those that are finite. For an optimizer state
-        pass ``finite(params)``: a replica is lost if its parameters are not finite.
+      counts: (n,) bool, which replicas count; None: the finite ones. For an optimizer state pass
+        ``finite(params)``: a replica is lost if its parameters are not finite.
     """
     ok = _sound(stacked) if counts is None else counts
 
@@ -333,11 +333,11 @@ def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.
         return x[0]
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.max(axis=0)
-    # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.
+    # A product with a row of ones, because XLA's CPU sum over replicas is 100 times slower.
     wide = at_least_float32(x)
     rows = clean(x, ok).astype(wide)
     counts = ok.astype(wide) if weights is None else jnp.where(ok, weights, 0).astype(wide)
-    sharding = jax.typeof(x).sharding  # along Explicit axes jax needs the sharding of the result
+    sharding = jax.typeof(x).sharding  # jax needs the result's sharding along Explicit axes
     total = jnp.tensordot(
         counts,
         rows,
@@ -352,7 +352,7 @@ class Consensus(NamedTuple):
     """How far replicas are from their mean."""
 
     distance: jax.Array  # shape=(): sqrt(mean_i ||x_i - mean||^2) over the finite replicas
-    relative: jax.Array  # shape=(): the same over ||mean||
+    relative: jax.Array  # shape=(): distance / ||mean||
 
 
 def consensus_distance(stacked: PyTree) -> Consensus:
@@ -380,5 +380,5 @@ def resize(
     weights: jax.Array | None = None,
     counts: jax.Array | None = None,
 ) -> PyTree:
-    """Another number of replicas, all equal: see `consensus_mean`."""
+    """The tree for another number of replicas, all equal to the `consensus_mean`."""
     return broadcast(consensus_mean(stacked, weights, counts), num_replicas)

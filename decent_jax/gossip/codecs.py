@@ -1,9 +1,9 @@
 """Message formats cheaper than float32, for JAX and NumPy arrays.
 
-A codec sees one array of one replica at a time. The sender splits it into parts with
+A codec sees one array of one replica at a time. The sender turns it into parts with
 `Codec.encode`; the receiver calls `Codec.decode` on them. The sender also decodes its own parts and
-so knows exactly what others hold: `decent_jax.gossip.mix` and `decent_jax.peers` mix *differences*
-of decoded arrays, so the mean is preserved whatever a format loses.
+thus knows exactly what others hold. `decent_jax.gossip.mix` and `decent_jax.peers` mix
+*differences* of decoded arrays, so the mean is preserved whatever a format loses.
 
 | codec | sent for N numbers | error |
 |---|---|---|
@@ -14,8 +14,8 @@ of decoded arrays, so the mean is preserved whatever a format loses.
 
 `decent_jax.gossip.sparse` has codecs that send only some of the numbers.
 
-To add a codec, write a frozen dataclass with ``encode`` and ``decode`` (and ``noise``, if it
-draws), and add it to the table, to `NAMED` if configs may choose it, and to the cases of
+To add a codec, write a frozen dataclass with ``encode`` and ``decode`` (and ``noise``, if it rounds
+stochastically). Add it to the table, to `NAMED` if configs may choose it, and to the cases of
 ``tests/gossip/test_codecs.py``, which compare JAX with NumPy, errors with bounds and bytes with the
 table.
 """
@@ -38,27 +38,27 @@ Parts = tuple[Array, ...]  # of a message
 class Codec:
     """A message format. Noise is passed in, so JAX and NumPy arrays share one implementation.
 
-    seed: of the noise; methods derive a key from it for every step. 0 unless it is a field.
+    seed: methods derive a key for the noise of every step from it; a field of formats with noise.
     """
 
     seed: int = 0
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Array:
-        """The random numbers for `encode` of an array of this shape; None: none.
+        """The random numbers that `encode` needs for an array of this shape, or None for none.
 
         Args:
           key: different for every step, array and sender, because replicas must round
             independently.
-          shape: of the array.
+          shape: the shape of the array.
         """
         return None
 
     def encode(self, x: Array, noise: Array = None) -> Parts:
-        """The arrays that are sent for ``x``."""
+        """The parts of a message: the arrays that are sent for ``x``."""
         raise NotImplementedError
 
     def decode(self, parts: Parts, like: Array) -> Array:
-        """The array decoded by a receiver, in the shape and dtype of ``like``, its own array."""
+        """The array, decoded in the shape and dtype of ``like``, the receiver's own array."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(Codec):
-    """The nearest bfloat16, as its bits: XLA's CPU would send a float32 for each bfloat16."""
+    """Rounds to bfloat16 and sends its bits as uint16: XLA on CPUs sends bfloat16 as float32."""
 
     def encode(self, x: Array, noise: Array = None) -> Parts:
         return (x.astype(jnp.bfloat16).view(np.uint16),)
@@ -94,7 +94,7 @@ class Int8(Codec):
     ``c = floor(x / s + u)`` with noise u uniform in [0, 1): ``E[c s] = x``, and the variance is at
     most ``s^2 / 4``. Without noise it rounds to nearest, which is biased. The scale s is
     ``max |x| / 127`` over the row, rounded up to 8 significant bits, so that c s and sums of a few
-    are exact in float32: a product rounded on one side only would move the mean in each round.
+    of these are exact in float32. If only one side rounded them, each round would move the mean.
     """
 
     seed: int = 0
@@ -133,15 +133,15 @@ class Int4(Int8):
         return super().decode((codes.reshape(like.shape), scale), like)
 
 
-# The reach y of a lattice adapts: an average makes it the larger of 0.97 y and twice the largest
-# difference, and a message that the partner could not decode makes it 4 y. It grows much faster
+# The reach y of a lattice adapts: an average sets it to the larger of 0.97 y and twice the largest
+# difference, and a message that the partner could not decode sets it to 4 y. It grows much faster
 # than it shrinks, because one of many partners may be far away.
 FIRST_DISTANCE, GROW, SHRINK, SLACK = 1e-3, 4.0, 0.97, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Lattice(Codec):
-    """Numbers relative to the receiver's own, to half a side whatever their magnitude.
+    """Sends numbers relative to the receiver's own, with an error of half a side at any magnitude.
 
     The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
     ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which is
@@ -150,9 +150,9 @@ class Lattice(Codec):
     NaN: a single wrong quotient is always detected; several cancel with probability 2^-31.
 
     Args:
-      bits: per number, up to 8 or up to 16 in one or two bytes.
-      side: s, of the sender; it travels with the message. Its dtype is used for the computation:
-        float64 (a Python float in NumPy) or float32.
+      bits: bits per number, 1 to 16; a number takes one byte, or two if it has more than 8 bits.
+      side: the sender's s, which travels with the message. Computations use its dtype: float64 (a
+        Python float in NumPy) or float32.
 
     >>> lattice = Lattice(bits=4, side=0.5)
     >>> x = np.array([10.1, -7.3])
@@ -174,7 +174,7 @@ class Lattice(Codec):
         return self.side * (2**self.bits - 1) / 2
 
     def reaching(self, y: Array, largest: Array) -> "Lattice":
-        """The finest lattice for differences up to y, of numbers up to ``largest``.
+        """The finest lattice that decodes differences up to y of numbers up to ``largest``.
 
         Its side is at least 2^-21 of the largest number, so that ``x / s`` is exact in float32.
         """
@@ -200,7 +200,7 @@ class Lattice(Codec):
         return _namespace(like).where(understood, points * side, np.nan).astype(like.dtype)
 
     def nearest(self, parts: Parts, like: Array) -> tuple[Array, Array]:
-        """(quotients, points) of the colours nearest to ``like``, for any sender."""
+        """(quotients, points): the points of the sender's colours that are nearest to ``like``."""
         colours, _, side = parts
         colours = colours.astype(f"int{8 * side.dtype.itemsize}")
         # ``like`` is not rounded first: that would reduce the reach by half a side.
@@ -219,7 +219,7 @@ NAMED: Mapping[str, Codec | None] = {
 
 
 def named(name: str, seed: int = 0) -> Codec | None:
-    """The format of that name in `NAMED`, with noise from the seed."""
+    """The format of this name in `NAMED`, with noise from ``seed``."""
     codec = NAMED[name]
     return dataclasses.replace(codec, seed=seed) if isinstance(codec, Int8) else codec
 
@@ -234,7 +234,7 @@ def _by_rows(x: Array, largest: int) -> tuple[Array, Array]:
     xp = _namespace(x)
     most = xp.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else xp.abs(x)
     scale = _eight_bits((1 + 2**-8) / largest * most.astype(np.float32))
-    # In bfloat16, 100 plus a noise below 1 would be a multiple of 1/2, and rounded up.
+    # In bfloat16, 100 plus noise below 1 would be rounded to a multiple of 1/2, and so often up.
     wide = xp.promote_types(x.dtype, np.float32)
     return x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide), scale
 

@@ -53,7 +53,7 @@ def mix(
     finite: jax.Array | None = None,
     after: PyTree = None,
 ) -> list[jax.Array]:
-    """A round in which groups average inside, then mix their means: one message per group.
+    """Mixes by a round in which groups average inside, then mix their means: one message per group.
 
     All members of a group hold its mean, so each of the c devices of a group needs to move only
     1/c of it: reduce-scatter inside the group, permutes of the parts between groups,
@@ -66,7 +66,7 @@ def mix(
     Args:
       leaves: one replica's arrays.
       rnd: a round with `Round.between_groups`.
-      axis: where its replicas are.
+      axis: the replica axis.
       finite: (block,) bool, or None. A group counts as one replica: its value is the mean of its
         finite members, and it is finite if any of them is.
       after: arrays that the last phase waits for, or None.
@@ -90,24 +90,24 @@ def mix(
             mixed = jnp.where(never, jnp.zeros_like(mixed), mixed)
         return groups.given_back(mixed.astype(leaf.dtype), leaf.shape)
 
-    # XLA for TPUs combines the sums inside groups as it likes, and makes the last of them, with all
-    # messages that wait for it, only where the gradient ends. Of one sum it makes them before.
+    # XLA for TPUs combines the sums inside groups as it likes, and schedules the last of them, with
+    # all messages that wait for it, only after the gradient. A single sum it schedules before.
     small = math.inf if permute.on_tpus() else permute.SMALL
     return permute.together(mix_leaf, leaves, axis, small=small)
 
 
 def _never(after: PyTree) -> jax.Array:
-    """() bool, always False, but unknown before ``after``: whether a squared norm is negative.
+    """() bool, always False, but unknown until ``after`` is: whether a squared norm is negative.
 
     XLA must not see that it is constant, and the norms of gradients are needed anyway. XLA on GPUs
-    starts a collective as soon as its operands are known. Without this, the all-gather inside
+    starts a collective as soon as its operands are known. Without this flag, the all-gather inside
     groups would occupy the stream and wait for the permutes before the gradient is computed.
     """
     return (jnp.stack([squared_norm(x) for x in jax.tree.leaves(after)]) < 0).any()
 
 
 def _sum(rows: jax.Array, g: int, axis: ReplicaAxis) -> jax.Array:
-    """Sums over consecutive groups of g replicas, given back to every member: (block, ...)."""
+    """The sum over each replica's group of g, (block, ...)."""
     total = Groups.of(g, axis).totals(rows)
     members = (len(total), len(rows) // len(total), *total.shape[1:])
     return jnp.broadcast_to(total[:, None], members).reshape(rows.shape)
@@ -133,20 +133,21 @@ def coded_means(
     .. math:: m^{(k)} = Q_k\Big(\tfrac1g \textstyle\sum_i Q_i(x_i^{(k)})\Big)
 
     An all-to-all brings the chunks to their owners, which add in float32 and encode the mean; an
-    all-gather distributes it: 2 (g - 1) / g encoded vectors per replica. All members use the
-    owner's rounding, so they get the same bits. m is unbiased if Q is; with a step of s its
-    variance is at most ``s^2 / 4g`` from the first rounding and ``s^2 / 4`` from the second.
+    all-gather distributes it. A replica sends 2 (g - 1) / g encoded vectors. All members use the
+    owner's rounding, so they get the same bits. m is unbiased if Q is. If Q rounds to multiples of
+    s, the first rounding adds a variance of at most ``s^2 / 4g`` and the second of ``s^2 / 4``.
 
     Args:
       leaves: one replica's arrays.
       g: members of a group, consecutive replicas.
-      axis: where the replicas are.
-      codec: one that encodes each row separately; None: numbers are sent uncompressed.
+      axis: the replica axis.
+      codec: encodes each row separately; None sends numbers uncompressed.
       key: the same on all replicas, different in every step; None rounds to nearest, with a bias.
-      finite: (block,) bool, or None. Non-finite replicas add nothing; a finite one keeps their
-        weight, and the others take the mean of the finite ones, or NaN if there are none.
-      between: optional arrays. The sums wait for them, so chunks may travel during their
-        computation, and means during later work.
+      finite: (block,) bool, or None. Non-finite replicas add nothing. A finite replica gives their
+        weight to its own numbers; a non-finite one takes the mean of the finite ones, or NaN if
+        there are none.
+      between: optional arrays for which the sums wait, so that chunks can travel while these arrays
+        are computed, and means during later work.
 
     Returns:
       ``(m, Q_i(x_i))``, both like ``leaves``.
@@ -167,7 +168,7 @@ def coded_means(
             keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, nth), replicas)
             noise = jax.vmap(functools.partial(codec.noise, shape=shape))(keys)
             noise = None if noise is None else noise.reshape(x.shape)
-        # The barrier keeps XLA from rounding the decoded numbers again, and differently.
+        # The barrier keeps XLA from rounding the decoded numbers again, differently from the parts.
         parts = (x,) if codec is None else codec.encode(x, noise)
         return permute.barrier(parts)
 
@@ -212,7 +213,7 @@ def _as_vector(
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Groups of ``size`` consecutive replicas, each of which lies on ``devices`` devices."""
+    """Groups of ``size`` consecutive replicas; each group lies on ``devices`` devices."""
 
     size: int
     devices: int
@@ -223,17 +224,17 @@ class Groups:
         b = axis.block
         if b % size and size % b:
             raise ValueError(
-                f"groups of {size} replicas neither fill nor divide the {b} replicas a device "
-                f"holds; put {size} or a divisor of {size} replicas on a device"
+                f"groups of {size} replicas neither fill nor divide the {b} replicas that a device "
+                f"holds; put a divisor or a multiple of {size} replicas on each device"
             )
         return Groups(size, max(1, size // b), axis)
 
     def parts(self) -> ReplicaAxis:
-        """Placement of the parts: one on each device of a group, or several groups on a device."""
+        """The axis of the parts: one per device of a group, or one per group on a device."""
         return dataclasses.replace(self.axis, block=max(1, self.axis.block // self.size))
 
     def members(self, x: jax.Array) -> list[list[int]]:
-        """The devices of every group, as ``axis_index_groups`` of collectives of ``x``."""
+        """The devices of every group, as ``axis_index_groups`` for collectives of ``x``."""
         if self.axis.checks_vma(x):
             raise ValueError(
                 f"a mean over groups of {self.size} replicas needs jax.shard_map(..., "
@@ -262,7 +263,7 @@ class Groups:
         return scatter(flat, self.axis.device_axis, axis_index_groups=members, tiled=True)[None]
 
     def given_back(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Each replica's own copy of its group's array, of that shape."""
+        """This replica's copy of its group's array, in this shape."""
         if self.devices == 1:
             row = jax.lax.axis_index(self.axis.block_axis) // self.size
             return permute.nth(parts, row)
@@ -273,11 +274,11 @@ class Groups:
     def to_owners(self, chunks: jax.Array, between: PyTree = None) -> jax.Array:
         """(block, size, ...), a chunk for each member, to (parts, size, chunks owned here, ...).
 
-        The owner of a group's k-th chunk is its k-th member; the second axis counts the senders.
-        These are permutes by 1 to devices - 1 places. XLA hides them where it would block on an
-        all-to-all (jaxlib 0.12, next to a loop), and jax supports them for groups under
-        `jax.vmap`. With ``between``, the arriving chunks are not used before these arrays exist:
-        XLA waits for a message before a loop if anything can be computed from it.
+        The k-th member of a group owns its k-th chunk; the second axis of the result counts the
+        senders. The chunks travel by permutes over 1 to devices - 1 places: jax supports these for
+        groups under `jax.vmap`, and XLA hides them, while it would block on an all-to-all (jaxlib
+        0.12, next to a loop). With ``between``, nothing uses the arrived chunks before these arrays
+        exist: XLA waits for a message before a loop if anything can be computed from it.
         """
         here, c = min(self.size, self.axis.block), self.devices
         if c == 1:

@@ -1,4 +1,4 @@
-"""A round of a schedule as collectives on a mesh axis. Nothing else in the project communicates.
+"""A round of a schedule as collectives on a mesh axis.
 
 `mix` is written for one replica and names the replica axis, so the same code runs
 
@@ -10,9 +10,9 @@
 
 `on_mesh` and `mix_on` wrap it for stacked arrays inside `jax.jit`.
 
-Rounds are static: one executable per round. `decent_jax.gossip.permute` turns its permutations into
-collectives, `decent_jax.gossip.groups` its messages between groups. To *simulate* many
-graphs, or lost messages, in one executable, a round may also be `Simulated`.
+Rounds are static: one executable per round. `decent_jax.gossip.permute` turns a round's
+permutations into collectives, and `decent_jax.gossip.groups` its messages between groups. To
+*simulate* many graphs or lost messages in one executable, pass a `Simulated` round.
 """
 
 import functools
@@ -37,10 +37,10 @@ from decent_jax.topology import Round, Schedule, Send
 class Simulated(NamedTuple):
     """A round with a traced matrix, for all replicas on one device.
 
-    Nothing is sent: rows are weighted by the matrix (`jax.vmap` without `jax.shard_map`).
+    Nothing is sent: the matrix multiplies the stacked rows (`jax.vmap` without `jax.shard_map`).
 
-    round: static Python int, the round it replaces; `receive` uses only the partners of this
-      round, with weights from the matrix.
+    round: static Python int, the round that this one replaces; `receive` uses only the partners of
+      that round, with weights from the matrix.
     matrix: (n, n) float; row i holds the weights that replica i gives.
     """
 
@@ -52,18 +52,18 @@ RoundId = int | Simulated | None
 
 
 class Between(NamedTuple):
-    """Arrays in the middle of a message, such as the parameters after half of the steps it takes.
+    """Arrays for which the second stage of a group mean waits.
 
-    A group mean has two stages, chunks to their owners and means back, and the second waits for
-    these arrays: XLA hides each stage behind a loop of steps, but not a mean in one piece (jaxlib
-    0.12). If groups send to each other, their last phase waits.
+    Such as the parameters after half of the steps that a message overlaps. First chunks travel to
+    their owners, then means travel back. XLA hides each stage behind a loop of steps, but not a
+    mean in one piece (jaxlib 0.12). If groups send to each other, the last phase waits.
     """
 
     arrays: PyTree
 
 
 def number(round: RoundId) -> Any:
-    """The static number of a round, an int; None for None.
+    """The number of a round as an int, or None for no round.
 
     Raises:
       TypeError: the number is traced, or is not an integer.
@@ -73,7 +73,7 @@ def number(round: RoundId) -> Any:
     plain = round.round if isinstance(round, Simulated) else round
     try:
         return operator.index(plain)
-    except TypeError:  # of jax too, for a traced array
+    except TypeError:  # jax raises it, too, for a traced array
         what = "a traced array" if isinstance(plain, jax.Array) else repr(plain)
         raise TypeError(
             f"round must be a Python int, got {what}; make it static in jax.jit: "
@@ -98,26 +98,26 @@ def mix(
     Args:
       tree: pytree of floating-point arrays of one replica; empty arrays are unchanged.
       schedule: its number of replicas must be the product of the axes' sizes.
-      round: static Python int in [0, period); or `Simulated`.
+      round: static Python int in [0, period); or `Simulated`; or None.
       axis_name: the replica axis, or (mesh axes ..., vmapped axis): several mesh axes are
         flattened into one, and the last varies fastest.
       finite: optional boolean scalar, whether this replica's ``tree`` is finite (it travels with
         the message). Parameters that are not finite are never mixed in: the receiver gives their
-        weight to its own. A replica whose own parameters are not finite takes the renormalized
-        average of its finite senders, or stays NaN if there are none. If groups send to each
-        other, a group counts as one replica with the mean of its finite members.
+        weight to its own parameters. A replica whose own parameters are not finite takes the
+        renormalized average of its finite senders, or stays NaN if there are none. If groups send
+        to each other, a group counts as one replica with the mean of its finite members.
       codec: message format; None sends arrays uncompressed. With Q the rounding of the format,
-        ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas is preserved, whatever
-        Q loses, up to the rounding of these sums. A group mean becomes that of
-        `decent_jax.gossip.groups.coded_means`. Not for rounds that average in groups and then send,
-        and not for top-k.
-      key: for random formats; the same on all replicas, different in every step.
+        ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``. This preserves the mean over replicas, whatever
+        Q loses, up to the rounding of these sums. `decent_jax.gossip.groups.coded_means` computes a
+        group mean. Unsupported: top-k, and rounds that average in groups and then send.
+      key: PRNG key for formats that round stochastically; the same on all replicas, different in
+        every step.
       after: optional arrays, such as the gradients of this step. If groups send to each other, the
-        last phase (inside the groups) waits for them, so that the messages may travel during their
-        computation. It changes no number. `Between` also makes a group mean wait.
+        last phase (inside the groups) waits for these arrays, so that messages can travel while
+        they are computed. The result is the same. `Between` also makes a group mean wait.
 
     Returns:
-      The mixed tree, same shapes and dtypes.
+      The mixed tree, with the same shapes and dtypes.
 
     Raises:
       ValueError: the axes do not hold ``schedule.num_replicas`` replicas; a round out of range; a
@@ -170,12 +170,12 @@ def mix(
 
 
 def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], PyTree]]:
-    """The arrays of a tree to mix, and a function that replaces them.
+    """The arrays of a tree that are mixed, and a function that puts the results in their places.
 
     Empty arrays are left out and do not change.
 
     Raises:
-      TypeError: for an array that is not floating-point, naming it.
+      TypeError: an array is not floating-point; the message names it.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in paths:
@@ -197,21 +197,21 @@ def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array
 def on_mesh(
     fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, axis_name: AxisName = "replica"
 ) -> Callable[..., PyTree]:
-    """Code for one replica as a function of stacked trees (n, ...), for use inside `jax.jit`.
+    """Turns code for one replica into a function of stacked trees (n, ...), for use in `jax.jit`.
 
     It is `jax.vmap` inside a `jax.shard_map`, so each device sends only the messages of its own
     replicas. Under `jax.vmap` alone, XLA would gather all replicas on every device. Arrays may also
-    be sharded over other axes of the mesh, of any type.
+    be sharded over other axes of the mesh, whatever the types of these axes.
 
     Args:
       fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
         Keyword arguments, such as a static ``round``, are passed through unchanged.
       mesh: its axes in ``axis_name`` shard the first dimension of all arguments and results.
-      axis_name: as in `mix`, and the same that ``fn`` passes to it; a name that is not an axis of
-        the mesh counts the replicas of one device.
+      axis_name: as in `mix`, and as ``fn`` passes it there. A name that is no axis of the mesh is
+        that of the vmapped axis, which counts the replicas on a device.
 
     Raises:
-      ValueError: a device holds several replicas and no name counts them.
+      ValueError: a device holds several replicas, and ``axis_name`` names no vmapped axis.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -233,7 +233,7 @@ def on_mesh(
             rows = len(jax.tree.leaves(own)[0])
             if block is None and rows > 1:
                 raise ValueError(
-                    f"each device of {axis_name!r} holds {rows} replicas; name what counts them, "
+                    f"each device of {axis_name!r} holds {rows} replicas; name an axis for these, "
                     f"here and where they are mixed: axis_name={(*devices, 'block')!r}"
                 )
             return jax.vmap(functools.partial(fn, **same_for_all), axis_name=block)(*own)
@@ -257,10 +257,10 @@ def mix_on(
     codec: Codec | None = None,
     key: jax.Array | None = None,
 ) -> PyTree:
-    """`mix` of stacked arrays (n, ...) that lie along a mesh axis, for use inside `jax.jit`.
+    """`mix` of stacked arrays (n, ...) that are sharded over a mesh axis, for use in `jax.jit`.
 
-    With ``tx.update(..., mixed=...)`` (`decent_jax.optim.Method`) the rest of a step needs no
-    `jax.shard_map`. Methods that mix inside their update go into `on_mesh` as a whole.
+    Pass the result to ``tx.update(..., mixed=...)`` (`decent_jax.optim.Method`), and the rest of a
+    step needs no `jax.shard_map`. Steps of methods that mix inside their update need `on_mesh`.
 
     Args:
       mesh, axis_name: see `on_mesh`.
@@ -284,9 +284,9 @@ def mix_coded(
     *,
     finite: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of encoded messages, and the own one, decoded.
+    """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of the decoded messages, and this replica's own one.
 
-    Arguments as in `mix`.
+    The arguments are those of `mix`.
     """
     axis = ReplicaAxis.of(schedule, axis_name)
     leaves, put_back = mixable(tree)
@@ -309,9 +309,9 @@ def mix_coded(
 def receive(
     tree: PyTree, schedule: Schedule, round: int | Simulated, axis_name: AxisName = "replica"
 ) -> list[tuple[PyTree, jax.Array]]:
-    """The messages of a round one by one: [(sender's tree, its weight)], weight 0 if there is none.
+    """The messages of a round one by one: [(sender's tree, weight)], weight 0 where none arrives.
 
-    For methods that inspect messages before they use them; `mix` is the weighted sum.
+    For methods that inspect messages before they use them; `mix` returns the weighted sum.
     """
     axis = ReplicaAxis.of(schedule, axis_name)
     rnd = _round(schedule, round)
@@ -327,14 +327,14 @@ def receive(
 
 
 def _received(tree: PyTree, send: Send, axis: ReplicaAxis) -> PyTree:
-    """One replica's ``tree`` as its sender has it."""
+    """The sender's ``tree``, as this replica receives it."""
     leaves, structure = jax.tree.flatten(tree)
     rows = permute.receive_all([axis.lift(x) for x in leaves], send, axis)
     return structure.unflatten(map(axis.drop, rows))
 
 
 def mean(tree: PyTree, axis_name: AxisName = "replica") -> PyTree:
-    """The mean over all replicas, for the all-reduce baseline. Shapes and dtypes unchanged.
+    """The mean over all replicas, for the all-reduce baseline, with the tree's shapes and dtypes.
 
     As in all sums over replicas, 16-bit numbers are added in float32 and rounded once.
     """
@@ -357,11 +357,11 @@ def mean_coded(
     between: PyTree = None,
     clipped: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
+    """``(mean over all replicas of Q(x_j), Q(x_i))``; all replicas get the same bits of the mean.
 
     With a sparse codec, every replica receives the messages of all others and adds them in the same
-    order; sparse messages can be ``clipped``, each array to the median of its norms. For other
-    codecs see `decent_jax.gossip.groups.coded_means`, which takes ``between``.
+    order. If ``clipped``, an array of a sparse message is scaled down to the median of its norms
+    over the replicas. Other codecs use `decent_jax.gossip.groups.coded_means`, with ``between``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
@@ -396,7 +396,7 @@ def mean_coded(
 def _coded(
     leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None
 ) -> tuple[list[Parts], list[jax.Array]]:
-    """For each array the encoded parts, and the array decoded from them."""
+    """The encoded parts of each array, and the array decoded from them."""
     noise = [None] * len(leaves)
     if key is not None:
         keys = jax.random.split(jax.random.fold_in(key, axis.replica()), len(leaves))
@@ -407,7 +407,7 @@ def _coded(
 
 
 def check_coded(schedule: Schedule) -> None:
-    """Raises ValueError if a schedule's messages cannot be encoded, because some are sums."""
+    """Raises ValueError if a schedule sends sums, which cannot be encoded."""
     if schedule.sends_sums:
         raise ValueError(
             f"{schedule.name} sends sums between groups, which cannot be encoded; "
@@ -418,7 +418,7 @@ def check_coded(schedule: Schedule) -> None:
 def _mixed_by_matrix(
     leaves: list[jax.Array], matrix: jax.Array, axis: ReplicaAxis, finite: jax.Array | None
 ) -> list[jax.Array]:
-    """Rows weighted by a traced matrix; rows that are not finite are handled as in `mix`."""
+    """The rows mixed by a traced matrix, with rows that are not finite handled as in `mix`."""
     if axis.device_axis:
         raise ValueError(
             "a Simulated round needs all replicas on one device: use jax.vmap without "

@@ -1,7 +1,7 @@
-"""Placement of replicas, their permutation by slices and ``ppermute``, and weights of rows.
+"""Placement of replicas, permutations as slices and ``ppermute``, and weights of rows.
 
-With one replica per device a permutation is one ``ppermute`` per array. With several per device it
-is slices, and one ``ppermute`` for each permutation of devices that it contains.
+With one replica per device, a permutation of replicas is one ``ppermute`` per array. With several
+per device, it is slices and one ``ppermute`` for each permutation of devices that it contains.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from decent_jax.topology import Round, Schedule, Send
 AxisName = str | Sequence[str]
 Tree = TypeVar("Tree")
 Weight = float | jax.Array  # equal on all replicas, or (block,)
-SMALL = 64 * 1024  # bytes; arrays below it travel together
+SMALL = 64 * 1024  # bytes; smaller arrays travel together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ReplicaAxis:
         return ReplicaAxis(on_mesh, block, devices, rows)
 
     def lift(self, x: jax.Array) -> jax.Array:
-        """This device's rows (block, ...): under vmap the batched array itself, not a message."""
+        """This device's rows (block, ...); under vmap the batched array itself: nothing is sent."""
         if self.block_axis is None:
             return x[None]
         if self.checks_vma(x):  # jax 0.10-0.12: all_gather over vmap fails there
@@ -115,20 +115,20 @@ class ReplicaAxis:
 
     def checks_vma(self, x: jax.Array) -> bool:
         """Whether ``x`` is traced inside ``shard_map(check_vma=True)`` over the mesh axis."""
-        # `mat` is not documented (jax 0.10 to 0.12). Once jax says by a public function which axes
-        # a traced array varies over, or `all_gather` over a vmapped axis works there, use that.
+        # `mat` is not documented (jax 0.10 to 0.12). Once a public function of jax tells over which
+        # axes a traced array varies, or `all_gather` over a vmapped axis works there, use that.
         return not jax.typeof(x).mat.varying.isdisjoint(self.device_axis)
 
 
 def _check_one_device(rows: jax.Array, name: str) -> None:
-    """Warns if vmapped replicas seem to lie on several devices; raises if they certainly do.
+    """Warns if vmapped replicas seem to lie on several devices; raises ValueError if they do.
 
     The type of a traced array shows how Explicit axes of a mesh shard it, but nothing about Auto
     axes. For those, the hint is an axis of the current mesh with the name of the vmapped axis.
     """
     told = (
-        f"the replicas vmapped over {name!r} lie on several devices, and each would gather all of "
-        "them; mix with gossip.mix_on(mesh, ...), or in jax.shard_map (docs/loop_details.md)"
+        f"the replicas vmapped over {name!r} lie on several devices, and each device would gather "
+        "all; mix with gossip.mix_on(mesh, ...), or in jax.shard_map (docs/loop_details.md)"
     )
     spec, mesh = jax.typeof(rows).sharding.spec, jax.sharding.get_abstract_mesh()
     if spec and spec[0] is not None:
@@ -143,20 +143,20 @@ def expand(flags: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def clean(rows: jax.Array, finite: jax.Array | None) -> jax.Array:
-    """(block, ...) with zeros for replicas that are not finite; None: unchanged."""
+    """The rows (block, ...) with zeros for replicas that are not finite; ``finite=None``: as is."""
     if finite is None:
         return rows
     return jnp.where(expand(finite, rows), rows, jnp.zeros_like(rows))
 
 
 def at_least_float32(x: jax.Array) -> jnp.dtype:
-    """The dtype to compute in with ``x``."""
+    """The dtype in which to compute with ``x``: its own, or float32 if that is wider."""
     small = x.dtype.itemsize == 1  # floats of 8 bits, which jax promotes to nothing
     return jnp.dtype("float32") if small else jnp.promote_types(x.dtype, jnp.float32)
 
 
 def barrier(tree: Tree) -> Tree:
-    """The arrays, across which XLA moves nothing, and which it does not compute a second time."""
+    """The same arrays; XLA moves no computation across them, and does not compute them twice."""
     return jax.lax.optimization_barrier(tree)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -177,7 +177,7 @@ def squared_norm(x: jax.Array) -> jax.Array:
 
 
 def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
-    """The rows that the replicas of this device receive; an arbitrary row for an idle replica.
+    """The rows that the replicas of this device receive; arbitrary ones for idle replicas.
 
     Args:
       rows: (block, ...), sent by the replicas of this device.
@@ -203,7 +203,7 @@ def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
 
 
 def receive_all(arrays: Sequence[jax.Array], send: Send, axis: ReplicaAxis) -> list[jax.Array]:
-    """`receive` of each, with as few messages as `together` makes."""
+    """`receive` of each array; `together` packs small ones into fewer messages."""
     return together(lambda rows: receive(rows, send, axis), arrays, axis, leading=1)
 
 
@@ -218,14 +218,15 @@ def together(
 
     Over gloo, in processes with several devices, it is called once for all arrays of a dtype. The
     devices of a process wait for each other before each collective, on cores that the gradient
-    keeps busy, and nothing travels meanwhile. With one device each, small messages are 5% faster.
+    keeps busy, and nothing travels meanwhile. If processes have one device each, separate messages
+    for large arrays are 5% faster.
 
     Args:
-      move: keeps shapes and dtypes.
+      move: a function that keeps shapes and dtypes.
       arrays: with the same ``leading`` dimensions; small ones are flattened after these.
-      axis: with one device nothing is sent, so nothing is packed.
+      axis: the replica axis. With one device nothing is sent, so nothing is packed.
       leading: number of dimensions that all arrays share.
-      small: bytes, below which an array is small; None: `SMALL`.
+      small: arrays of fewer bytes are small; None: `SMALL`.
     """
     in_step = gloo.used() and axis.devices > jax.process_count()
     packs: dict[object, list[int]] = {}  # packed arrays by dtype, the others separately
@@ -247,13 +248,13 @@ def together(
 
 
 def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> list[Weight]:
-    """Weights of the own row and of each send: a float if equal on all replicas, or (block,).
+    """Weights of a replica's own row and of each send: floats where all are equal, else (block,).
 
     Args:
       rnd: a round without groups.
       axis: the replica axis.
       finite: (block,) bool, or None. A sender that is not finite has weight 0, and the receiver
-        gives its share to itself; a non-finite receiver takes the others, renormalized.
+        adds that weight to its own; a non-finite receiver renormalizes the weights of the others.
     """
     per_replica = [rnd.self_weights, *(send.weights for send in rnd.sends)]
     if finite is None:
@@ -303,7 +304,7 @@ def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
 
     On TPUs the permutation is closed: each device that only sends gets the message of one that only
     receives, and idle ones send to themselves; these messages are ignored. On two slices of v6e
-    (jax 0.11), collectives reportedly took 5.4 times as long after a permute that was not closed.
+    (jax 0.11), collectives after a permute that was not closed reportedly took 5.4 times as long.
     """
     pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
     if not on_tpus():
@@ -317,7 +318,7 @@ def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def on_tpus() -> bool:
-    """Whether this code is traced for TPUs, which may only be described."""
+    """Whether this code is traced for TPUs; the mesh may describe devices that are not here."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     return described is not None and described.device_kind.startswith("TPU")
 
@@ -332,17 +333,17 @@ def route(
 ) -> list[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
     """Rows grouped by the permutation of devices that moves them.
 
-    If there is none, because the rows of a device go to different rows of others or to several
-    devices at once, they are grouped by cyclic shifts of the devices, with padding rows.
+    If no such permutation exists, because the rows of a device go to different rows of others or to
+    several devices at once, they are grouped by cyclic shifts of the devices, with padding rows.
 
     Args:
       sources: (d b,) int, the sender to each replica, or -1.
       d, b: devices, and rows on each.
 
     Returns:
-      [(device_map, to_rows, from_rows)]: device D receives from ``device_map[D]`` (-1: from none)
-      its rows ``to_rows[D]`` (b: no row), which are the rows ``from_rows[S]`` of their sender S;
-      both (d, rows that travel).
+      [(device_map, to_rows, from_rows)]: device D receives from device S = ``device_map[D]`` (-1:
+      from none). Its rows ``to_rows[D]`` (b: no row) are the rows ``from_rows[S]`` of S. Both are
+      int (d, rows that travel).
     """
     table = np.asarray(sources).reshape(d, b)
     pieces: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -378,7 +379,7 @@ def _by_shifts(table: np.ndarray) -> list[tuple[tuple[int, ...], np.ndarray, np.
 
 
 def _take(rows: jax.Array, which: np.ndarray, axis: ReplicaAxis) -> jax.Array:
-    """Each device's ``rows[which[device]]``; a few contiguous slices cost less than a gather."""
+    """Each device's ``rows[which[device]]``, as slices if they are few: a gather costs more."""
     if (which != which[0]).any():
         return rows[jnp.asarray(which)[jax.lax.axis_index(axis.device_axis)]]
     order = which[0]

@@ -21,7 +21,7 @@ from decent_jax.gossip.permute import pad
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """The ``fraction`` of largest magnitude, at least one number, as values and indices."""
+    """Sends the ``fraction`` of largest magnitude, at least one number, as values and indices."""
 
     fraction: float
 
@@ -37,14 +37,14 @@ class TopK(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """The ``density`` of largest magnitude of every chunk, at least one number, in 2 bits each.
+    """Sends the ``density`` of largest magnitude of each chunk (at least one number), 2 bits each.
 
     An array is cut into chunks of ``chunk`` numbers (a single chunk if it is smaller; the last one
-    is zero-padded). A number becomes its sign, and whether its magnitude is at least
-    the mean of those sent from its chunk. It is decoded as the mean of its half, a bfloat16 per
-    half and chunk. This never increases an error: the decoded array is closer to x than zero is.
+    is zero-padded). The 2 bits are a number's sign, and whether its magnitude is at least the mean
+    of those sent from its chunk. Receivers decode the number as the mean of its half, one bfloat16
+    per half and chunk. The decoded array is always closer to x than zero is.
 
-    The defaults are those of SparseLoCo (Sarfi et al. 2025), 64 of 4096: 116 bytes for 16,384.
+    The defaults are SparseLoCo's (Sarfi et al. 2025), 64 of 4096: 116 bytes instead of 16,384.
     """
 
     density: float = 1 / 64
@@ -108,5 +108,5 @@ def _unpack(packed: jax.Array, bits: int, k: int) -> jax.Array:
 
 
 def _mean_where(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Means of the chosen numbers of every row, 0 where there are none."""
+    """The mean of the chosen numbers in every row, or 0 if none are chosen."""
     return jnp.where(chosen, x, 0).sum(axis=1) / jnp.maximum(chosen.sum(axis=1), 1)

@@ -2,7 +2,7 @@
 
 Every round is compiled, so a random schedule is a cycle like any other: its rounds are drawn once,
 from a seed, when the schedule is built. The stream of NumPy's `RandomState` never changes, so a
-seed means the same schedule in every process, on every machine and after a resume. Rounds that do
+seed gives the same schedule in every process, on every machine and after a resume. Rounds that do
 not connect all replicas over a period are drawn again.
 """
 
@@ -21,7 +21,7 @@ from decent_jax.topology.rounds import (
     round_of,
 )
 
-DRAWS = 100  # of a random schedule, until it connects all replicas
+DRAWS = 100  # attempts to draw a random schedule that connects all replicas
 
 
 def complete(n: int) -> list[Round]:
@@ -63,8 +63,8 @@ def hypercube(n: int) -> list[Round]:
 
 
 def alternating_exp_ring(n: int, *, replicas_per_node: int) -> list[Round]:
-    """Pairs of nodes (j, j XOR 2^i), counted by c: even c average inside their nodes first and
-    across the pair next, odd c the other way round, so half the nodes use the network at a time.
+    """Two rounds for each i: all nodes average inside, then every second pair of nodes
+    (j, j XOR 2^i) averages across, so only half of the nodes use the network at a time.
     """
     nodes = n // replicas_per_node
     if replicas_per_node < 2 or n % replicas_per_node or nodes < 2 or nodes & (nodes - 1):
@@ -104,7 +104,7 @@ def _lattice(n: int, rows: int | None, wraps: bool) -> Round:
     if rows is None:  # as square as n allows; a prime n gives one line
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 1 or n % rows:
-        raise ValueError(f"rows must divide them, got {rows}")
+        raise ValueError(f"rows must divide the number of replicas, got {rows}")
     place = np.arange(n).reshape(rows, n // rows)
     neighbours = np.zeros((n, n), bool)
     for line in (*place, *place.T):  # the last of a line has no successor unless it wraps
@@ -185,13 +185,13 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 
 
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
-    """Every replica after ``part`` averages with one replica of each of its sets, in ``matrix``.
+    """Each replica after ``part`` averages with one replica of each of its sets, in ``matrix``.
 
     All replicas of the part hold its mean, and the replicas after it are fewer than the members
-    of a set. With the weight |part| / (a remaining), where ``remaining`` counts the replicas of the
-    part and after it, the replicas after it get the mean of both on average, and so does each set,
-    which then averages internally. Replicas without a partner average among themselves, k+1 at a
-    time.
+    of a set. ``remaining`` counts the replicas of the part and those after it. With the weight
+    |part| / (a remaining), the replicas after the part get the mean over all of these on average,
+    and so does each set, which then averages internally. Replicas without a partner average among
+    themselves, k+1 at a time.
     """
     count, size = part.shape
     after = np.arange(int(part[-1, -1]) + 1, int(part[0, 0]) + remaining)
@@ -208,7 +208,7 @@ def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> 
 
 
 def _split_factors(n: int, k: int) -> tuple[int, int]:
-    """(p, q) with n = p q; prime factors up to k+1 in p, the others in q."""
+    """(p, q) with n = p q: p has the prime factors of n up to k+1, q the others."""
     p = 1
     for factor in range(2, k + 2):
         while n % factor == 0:
@@ -307,7 +307,7 @@ def _regular_graph(n: int, degree: int, rng: np.random.RandomState) -> Round:
     """The round of a random connected graph in which every replica has ``degree`` neighbours."""
     if not min(2, n - 1) <= degree < n or n * degree % 2:
         raise ValueError(
-            f"needs a degree from 2 to n - 1, even where n is odd, got degree {degree}; use "
+            f"needs a degree from 2 to n - 1, an even one if n is odd, got {degree}; use "
             "complete or random_matching"
         )
 
@@ -333,7 +333,7 @@ def _connected(draw: Callable[[], list[Round]], hint: str) -> list[Round]:
         rounds = draw()
         if connected_parts([rnd.matrix for rnd in rounds]).max() == 0:
             return rounds
-    raise ValueError(f"{DRAWS} draws left them unconnected {hint}")
+    raise ValueError(f"{DRAWS} random draws did not connect them {hint}")
 
 
 def _matching(n: int, rng: np.random.RandomState) -> np.ndarray:
@@ -357,10 +357,10 @@ def _matching_of(graph: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
 def _regular(n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
     """(n, n) bool: a random simple graph in which every replica has ``degree`` neighbours.
 
-    Free ends of edges are joined at random. Ends that may not be joined (to oneself, or to an
-    existing neighbour) are shuffled and joined again; if no two of them may be joined, everything
-    restarts. This is uniform over all such graphs up to an error that vanishes with n (Steger and
-    Wormald 1999).
+    The ends of edges are joined at random. Pairs that would be a loop or a double edge are split,
+    shuffled and joined again; if no two of the ends left may be joined, everything restarts. The
+    distribution approaches the uniform one over all such graphs as n grows (Steger and Wormald
+    1999).
     """
     while True:
         neighbours = np.zeros((n, n), bool)

@@ -29,7 +29,7 @@ def make(
     | ``bidirectional_ring`` | both neighbours and oneself, 1/3 each | any |
     | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
     | ``hypercube`` | i pairs with i XOR 2^r (Decent-DP's one-peer-exp) | 2^k |
-    | ``alternating_exp_ring`` | a node averages inside, or with node XOR 2^i | 2^k nodes |
+    | ``alternating_exp_ring`` | all nodes inside, half of them then with node XOR 2^i | 2^k nodes |
     | ``static_exp`` | i receives from every i - 2^k, equal weights (Ying et al. 2021) | any |
     | ``base_k(max_degree=1)`` | groups of up to max_degree + 1 (Takezawa et al. 2023) | any |
     | ``grid(rows=...)`` | the neighbours in a rectangle | any |
@@ -40,44 +40,44 @@ def make(
     | ``erdos_renyi(probability=..., seed=0)`` | a random graph of independent edges | any |
     | ``equi_dynamic(rounds=8, seed=0)`` | i receives from i - u, u random (Song 2022) | any |
     | ``hierarchical(complete, one_peer_exp)`` | inner in each node, outer across | nodes |
-    | ``periodic_average(one_peer_exp, every=8)`` | inner, and each 8th round complete | any |
+    | ``periodic_average(one_peer_exp, every=8)`` | inner; every 8th round is complete | any |
     | ``random_out(degree=..., seed=0)`` | i sends to random others; for push-sum | any |
 
     Write parameters in the name or pass them as keywords: ``make("base_k(max_degree=2)", 7)`` is
     ``make("base_k", 7, max_degree=2)``. `Schedule.name` contains them, so it builds the same
-    schedule again. With one replica, every name is the identity.
+    schedule again. With one replica, every name gives the identity.
 
     - ``grid``, ``torus``, ``star``, ``random_regular`` and ``erdos_renyi`` are one round with
-      Metropolis-Hastings weights. ``rows`` is by default the largest divisor of n up to its root
-      (a prime n gives a line, or a ring), ``probability`` 2 ln(n) / n, and the ``degree`` of
-      ``random_out`` 2 up to 16 replicas, then about ln(n / 2).
-    - Random schedules are drawn once from ``seed``, the same everywhere. ``random_matching`` and
-      ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is compiled separately**: a
-      step that compiles in a minute takes ``rounds`` minutes. On average a round multiplies the
-      squared consensus distance by (n - 2) / (2 (n - 1)); by 1/2 in ``random_matching`` with odd n,
-      where one replica is idle.
-    - ``equi_dynamic`` is OD-EquiDyn with all shifts; its ``(1 - eta) I + eta A`` mixes best where
-      both weights are 1/2, which they are here. Shifts are drawn without repetition, so the period
-      is at most n - 1.
-    - ``hierarchical(inner, outer)`` groups replicas in nodes of ``replicas_per_node``. In round r,
-      each node mixes by B, round r of ``inner``; then replica l mixes with the replicas l of other
-      nodes by A, round r of ``outer``. Together this is the Kronecker product W = A (x) B. The
-      period is the least common multiple of both, and ||W - J|| is the larger of ||A - J|| and ||B
-      - J||. With ``complete`` inside, a round is a mean over the node plus outer's messages. If the
-      inner schedule sends d messages, a round sends (d + 1)(d_outer + 1) - 1.
-    - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (a replica
-      without a free neighbour is idle), and with ``probability=p`` a pair averages with that
-      probability: local steps between averages are then geometric with mean 1/p.
+      Metropolis-Hastings weights. By default, ``rows`` is the largest divisor of n up to sqrt(n) (a
+      prime n gives a line, or a ring), ``probability`` is 2 ln(n) / n, and the ``degree`` of
+      ``random_out`` is 2 up to 16 replicas, then about ln(n / 2).
+    - Random schedules are drawn once, and a ``seed`` gives the same one on every machine.
+      ``random_matching`` and ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is
+      compiled separately**: a step that compiles in a minute takes ``rounds`` minutes. On average a
+      round multiplies the squared consensus distance by (n - 2) / (2 (n - 1)), or by 1/2 in
+      ``random_matching`` with odd n, where one replica is idle.
+    - ``equi_dynamic`` is OD-EquiDyn with all shifts; its ``(1 - eta) I + eta A`` mixes best with
+      ``eta = 1/2``, which is used here. Shifts are drawn without repetition, so the period is at
+      most n - 1.
+    - ``hierarchical(inner, outer)`` groups replicas into nodes of ``replicas_per_node``. In round
+      r, each node mixes by B, round r of ``inner``; then replica l mixes with the replicas l of
+      other nodes by A, round r of ``outer``. Together this is the Kronecker product W = A (x) B.
+      The period is the least common multiple of both periods, and ||W - J|| is the larger of ||A -
+      J|| and ||B - J||. With ``inner`` complete, a round is a mean over the node plus the messages
+      of ``outer``. If ``inner`` sends d messages, a round sends (d + 1)(d_outer + 1) - 1.
+    - ``random_matching(degree=r)`` takes its pairs from one random r-regular graph; a replica
+      without a free neighbour is idle. With ``probability=p`` each pair averages with probability
+      p, so the number of local steps between averages is geometric with mean 1/p.
     - ``periodic_average(inner, every)`` is Gossip-PGA (Chen et al. 2021). Rounds that repeat are
       compiled once.
-    - ``random_out`` is column stochastic only: for `decent_jax.optim.push_sum`.
+    - The matrices of ``random_out`` are only column stochastic: for `decent_jax.optim.push_sum`.
 
     Only ``alternating_exp_ring`` and ``hierarchical`` use ``replicas_per_node``; the replicas of a
-    node are consecutive. To choose one, see `Schedule.summary` and ``docs/topologies.md``.
+    node are consecutive. To choose a schedule, see `Schedule.summary` and ``docs/topologies.md``.
 
     Raises:
-      ValueError: a name that cannot be read, an unknown schedule or parameter, a value out of
-        range, or a number of replicas the schedule does not exist for.
+      ValueError: a name that cannot be parsed, an unknown schedule or parameter, a value out of
+        range, or a number of replicas for which the schedule does not exist.
 
     >>> make("hierarchical(complete, one_peer_exp)", 8, replicas_per_node=4).matrix(0)[0]
     array([0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125])
@@ -104,7 +104,7 @@ def make(
 
 def _check_types(name: object, num_replicas: object, replicas_per_node: object) -> None:
     if not isinstance(name, str):
-        raise ValueError(f"the name of a schedule must be a text, got {shown(name)}")
+        raise ValueError(f"the name of a schedule must be a string, got {shown(name)}")
     for what, value in (("num_replicas", num_replicas), ("replicas_per_node", replicas_per_node)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise ValueError(f"{what} of a schedule must be a whole number, got {shown(value)}")
@@ -123,7 +123,7 @@ def repeat(schedule: Schedule, times: int) -> Schedule:
     return dataclasses.replace(schedule, rounds=rounds)
 
 
-_ROUND_BYTES = 10_000  # besides its matrix
+_ROUND_BYTES = 10_000  # memory of a round besides its matrix
 
 _COMPLETE, _ONE_PEER_EXP = Spec("complete"), Spec("one_peer_exp")
 
@@ -133,8 +133,8 @@ def hierarchical(
 ) -> list[Round]:
     if replicas_per_node < 2 or n % replicas_per_node:
         raise ValueError(
-            "needs nodes of replicas_per_node >= 2 replicas that divide their number, got "
-            f"replicas_per_node {replicas_per_node}; set it to the replicas of a node"
+            "replicas_per_node must be at least 2 and divide the number of replicas, got "
+            f"{replicas_per_node}; set it to the number of replicas on a node"
         )
     inside, across = make(str(inner), replicas_per_node), make(str(outer), n // replicas_per_node)
     period = math.lcm(inside.period, across.period)
@@ -184,40 +184,40 @@ _BUILT_IN = frozenset(_BUILDERS)
 
 
 def register(name: str, builder: Builder, *, column_stochastic: bool = False) -> None:
-    """Register your own topology for `make`, and so for configs, under a name.
+    """Registers your own topology under a name, for `make` and for configs.
 
     Args:
-      name: a word that is not yet a schedule.
-      builder: ``builder(n, *, parameter=default) -> rounds``; the name takes the keyword-only
-        parameters, with their types. One called ``replicas_per_node`` comes from the config.
-      column_stochastic: rows need not sum to 1, for `decent_jax.optim.push_sum` only.
+      name: an identifier that names no schedule yet.
+      builder: ``builder(n, *, parameter=default) -> rounds``; its keyword-only parameters, with
+        their annotated types, become the name's (``replicas_per_node`` is that of `make`).
+      column_stochastic: whether rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:
-      ValueError: the name is taken, or is not a word; or the function does not take ``n``. A
-        function of the same name and module may register again, as in a notebook cell.
+      ValueError: the name is taken or no identifier, or the function's first parameter is not
+        ``n``. A function of the same name and module may register again, as in a notebook cell.
     """
     if not name.isidentifier():
         raise ValueError(f"the name of a schedule must be a word, got {name!r}")
     if name in _BUILT_IN or not same_name(builder, _BUILDERS.get(name, builder)):
         raise ValueError(f"there is already a schedule {name!r}; choose another name")
     if next(iter(inspect.signature(builder).parameters), "") != "n":
-        raise ValueError(f"the function of schedule {name!r} must take n, the replicas, first")
+        raise ValueError(f"the first parameter of schedule {name!r}'s function must be called n")
     _BUILDERS[name] = builder
     if column_stochastic:
         COLUMN_STOCHASTIC.add(name)
 
 
 def _check_rounds(name: str, rounds: int, n: int) -> None:
-    """Raises ValueError if this machine cannot hold so many rounds."""
+    """Raises ValueError if this machine's memory cannot hold so many rounds."""
     machine.check_memory(
         rounds * (8 * n * n + _ROUND_BYTES), f"{name} with {shown(rounds)} rounds of {n} replicas"
     )
 
 
 def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, _Build]:
-    """The spec of `Schedule.name`, and ``build(n, replicas_per_node)``.
+    """The spec that becomes `Schedule.name`, and ``build(n, replicas_per_node)``.
 
-    Checks everything that does not depend on n, also in nested schedules.
+    Checks everything that does not depend on n, in nested schedules too.
     """
     builder = _BUILDERS.get(spec.name)
     if builder is None:

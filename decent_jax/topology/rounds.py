@@ -1,4 +1,4 @@
-"""One round: its mixing matrix, and the group means and permutations that communicate it."""
+"""One round: its mixing matrix, and the group means and permutations that implement it."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from scipy.sparse.csgraph import connected_components, maximum_bipartite_matchin
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Send:
-    """One message per replica: a (partial) permutation of the replicas.
+    """One message to each replica at most: a (partial) permutation of the replicas.
 
     sources: (n,) int; replica i receives from ``sources[i]``, or is idle if that is -1. No
         replica appears twice.
@@ -31,8 +31,8 @@ class Round:
 
     group_size: g; replicas [0, g), [g, 2g), ... first take the mean of their group (1: no groups).
     self_weights: (n,) float64; the weight of a replica's own (group-averaged) parameters.
-    sends: the permutations that follow, whose weights and `self_weights` sum to 1 in every row.
-    matrix: (n, n) float64, the product of the two.
+    sends: the permutations that follow; their weights and `self_weights` sum to 1 in every row.
+    matrix: (n, n) float64; the matrix of the permutations times that of the group means.
     """
 
     group_size: int
@@ -56,8 +56,8 @@ class Round:
     def largest_clique(self) -> int:
         """The most replicas that one collective of this round connects, directly or through others.
 
-        XLA on GPUs creates a communicator for each such set. Pairs are sets of 2, and a shift by k
-        of n replicas connects n / gcd(n, k).
+        XLA on GPUs creates a communicator for each such set. Pairs connect 2 replicas, and a shift
+        of n replicas by k connects n / gcd(n, k).
         """
         largest, n = self.group_size, len(self.self_weights)
         for send in self.sends:
@@ -87,11 +87,11 @@ class Round:
         return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, others, strict=True)])
 
     def models_sent_by_nodes(self, replicas_per_node: int = 1) -> float:
-        """Parameters the busiest node sends to other nodes, in units of one model.
+        """What the busiest node sends to other nodes in this round, in units of one model.
 
-        Node i holds the replicas from ``i * replicas_per_node`` on. A group of g counts as a
-        reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1) / g for
-        each of them, and a message between groups (`between_groups`) as 1 / g.
+        Node i holds the replicas from ``i * replicas_per_node`` on. The mean of a group of g counts
+        as a reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1) / g
+        for each replica, and a message between groups (`between_groups`) as 1 / g.
         """
         if replicas_per_node < 1:
             raise ValueError(f"replicas_per_node must be at least 1, got {replicas_per_node}")
@@ -120,12 +120,12 @@ def _freeze(*arrays: np.ndarray) -> None:
 
 
 def _sender_groups(sources: np.ndarray, g: int) -> np.ndarray:
-    """(n,) the group each replica receives from, -1 where it is idle."""
+    """(n,) int: the group that each replica receives from, or -1 where it is idle."""
     return np.where(sources >= 0, sources // g, -1)
 
 
 def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) -> Round:
-    """The round with this communication and the resulting matrix."""
+    """The round with this communication, and the matrix that results."""
     matrix = np.diag(self_weights)
     for send in sends:
         receivers = np.flatnonzero(send.sources >= 0)
@@ -137,14 +137,14 @@ def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) 
 
 
 def pairwise(sources: np.ndarray, group_size: int = 1) -> Round:
-    """Replica i averages with ``sources[i]``, 1/2 each; it is idle where that is -1."""
+    """The round in which replica i averages with ``sources[i]``, 1/2 each (-1: it is idle)."""
     sources = np.asarray(sources)
     weights = np.where(sources >= 0, 0.5, 0.0)
     return assembled(group_size, 1 - weights, [Send(sources, weights)])
 
 
 def grouped(n: int, group_size: int, partner: np.ndarray | None = None) -> Round:
-    """Average inside consecutive groups; groups with a partner (>= 0) then average with it."""
+    """The round that averages inside consecutive groups, then each with its partner (-1: none)."""
     sender = np.full(n, -1) if partner is None else np.repeat(partner, group_size)
     sources = np.where(sender >= 0, sender * group_size + np.arange(n) % group_size, -1)
     if (sources < 0).all():
@@ -153,7 +153,7 @@ def grouped(n: int, group_size: int, partner: np.ndarray | None = None) -> Round
 
 
 def round_of(matrix: np.ndarray) -> Round:
-    """A general matrix as permutations: cyclic shifts if they suffice, else König's matchings."""
+    """The round of any mixing matrix: cyclic shifts if they suffice, else König's matchings."""
     n = len(matrix)
     support = matrix > 0
     np.fill_diagonal(support, False)
@@ -197,8 +197,8 @@ def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
     if (neighbours != neighbours.T).any():
         i, j = np.argwhere(neighbours & ~neighbours.T)[0].tolist()
         raise ValueError(
-            f"metropolis_hastings needs a symmetric graph, but replica {i} receives from {j} and "
-            f"{j} not from {i}"
+            f"metropolis_hastings needs a symmetric graph, but replica {i} receives from {j}, and "
+            f"{j} does not receive from {i}"
         )
     np.fill_diagonal(neighbours, False)
     degree = neighbours.sum(axis=1)
@@ -210,9 +210,9 @@ def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
 def kron(outer: Round, inner: Round) -> Round:
     """Nodes mix by ``outer`` while the replicas inside each mix by ``inner``: ``outer (x) inner``.
 
-    Replica l of node a is replica ``a * local + l``; it receives from replicas l of other
-    nodes. A mean of inner groups stays one mean. The permutations are one for each pair of an outer
-    and an inner term (its sends and its own copy), ``(d_outer + 1)(d_inner + 1) - 1`` of them.
+    Replica l of node a is replica ``a * local + l``. A mean over inner groups stays a group mean.
+    Each pair of an outer and an inner term (a send, or the replica's own row) is one permutation,
+    except for that of both own rows: ``(d_outer + 1)(d_inner + 1) - 1`` in all.
     """
     matrix = np.kron(outer.matrix, inner.matrix)
     local = len(inner.matrix)
@@ -232,13 +232,13 @@ def kron(outer: Round, inner: Round) -> Round:
 
 
 def connected_parts(matrices: Sequence[np.ndarray]) -> np.ndarray:
-    """(n,) int: replicas with equal labels reach each other both ways by entries above 0."""
+    """(n,) int labels, equal for replicas that reach each other, both ways, by positive weights."""
     arrows = csr_array(np.sum(matrices, axis=0) > 0)
     return connected_components(arrows, directed=True, connection="strong")[1]
 
 
 def _both(nodes: Send, replicas: Send, local: int) -> Send:
-    """Replica ``replicas.sources[l]`` of node ``nodes.sources[a]``, idle where either is."""
+    """Sends from replica ``replicas.sources[l]`` of node ``nodes.sources[a]``, if neither is -1."""
     weights = np.multiply.outer(nodes.weights, replicas.weights)
     sources = np.add.outer(nodes.sources * local, replicas.sources)
     return Send(np.where(weights > 0, sources, -1).ravel(), weights.ravel())

@@ -1,4 +1,4 @@
-"""A cycle of rounds: its consensus rate, its messages, and the matrices it refuses."""
+"""Schedules: cycles of rounds, their consensus rate and cost, and checks of their matrices."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ SUM_TOLERANCE = 1e-9
 class Schedule:
     """A cycle of rounds over ``num_replicas`` replicas.
 
-    Made by `decent_jax.topology.make`, `from_networkx` or `from_matrices`.
+    Build one with `decent_jax.topology.make`, `from_networkx` or `from_matrices`.
     """
 
     name: str
@@ -42,20 +42,20 @@ class Schedule:
     def sends_sums(self) -> bool:
         """Whether some round averages in groups and then sends the sums, which no codec can encode.
 
-        `decent_jax.gossip` refuses a codec there, and the planner skips the combination.
+        `decent_jax.gossip` refuses a codec for such a schedule, and the planner skips the pair.
         """
         return any(rnd.group_size > 1 and rnd.sends for rnd in self.rounds)
 
     def degree(self, r: int) -> int:
-        """The largest number of senders to one replica in round ``r``."""
+        """The largest number of replicas that send to one replica in round ``r``."""
         return self.rounds[r].degree
 
     def round_at(self, step: int, mix_every: int = 1) -> int | None:
         """The round of training step ``step`` (0-based), or None where the step does not mix.
 
-        With ``mix_every = H`` step t mixes when ``(t + 1) % H == 0``, in round
-        ``(t // H) % period``. If a schedule repeats a round within its period, this is the number
-        of its first occurrence, so each round is compiled once.
+        With ``mix_every = H`` (at least 1) step t mixes if ``(t + 1) % H == 0``, in round
+        ``(t // H) % period``. For a round that the schedule repeats within its period, this is the
+        number of its first occurrence, so each round is compiled once.
         """
         if mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {mix_every}")
@@ -70,9 +70,9 @@ class Schedule:
         return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
     def bytes_sent(self, model_bytes: float, *, replicas_per_node: int = 1) -> float:
-        """Bytes that the busiest node sends to other nodes per round, on average.
+        """Bytes that the busiest node sends to other nodes in a round, averaged over the rounds.
 
-        With the default, bytes that the busiest replica sends.
+        A node is ``replicas_per_node`` consecutive replicas; a message has ``model_bytes`` bytes.
         """
         models = [rnd.models_sent_by_nodes(replicas_per_node) for rnd in self.rounds]
         return model_bytes * sum(models) / len(models)
@@ -89,7 +89,7 @@ class Schedule:
             product = rnd.matrix @ product
 
     def spectral_gap(self) -> float:
-        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, J the average; 1 when a period is exact.
+        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, all entries of J 1/n; 1 if a period averages.
 
         For a static schedule (T = 1) this is the usual ``1 - ||W - J||_2`` (Ying et al. 2021).
         """
@@ -100,7 +100,7 @@ class Schedule:
     def consensus_rate(self) -> float:
         """The asymptotic factor per round by which disagreement shrinks.
 
-        The spectral radius of ``W_{T-1} ... W_0 - J``, to the power 1/T; 0 when exact.
+        The spectral radius of ``W_{T-1} ... W_0 - J`` to the power 1/T; 0 if consensus gets exact.
         """
         if self.exact_after() is not None:
             return 0.0
@@ -113,7 +113,7 @@ class Schedule:
         Raises ValueError when `limit` rounds are not enough.
         """
         for k, product in enumerate(itertools.islice(self._products(), limit + 1)):
-            # No entry is larger than the norm, which takes a hundred times as long.
+            # No entry is larger than the norm, which takes a hundred times as long to compute.
             if np.abs(product - 1 / len(product)).max() < 1.01 * tol and _norm(product) <= tol:
                 return k
         raise ValueError(f"{self.name} does not come within {tol:g} of consensus in {limit} rounds")
@@ -121,12 +121,12 @@ class Schedule:
     def exact_after(self) -> int | None:
         """The number of rounds, from round 0, after which all replicas hold exactly the mean.
 
-        None if they only approach it. Exact is up to rounding: within 1e-12, from more than
-        1e-6 one round before.
+        None if they only approach it. Exactly means up to rounding: the entries of the product
+        come within 1e-12 of 1/n in one round, from more than 1e-6.
         """
         n = self.num_replicas
-        # If some T = period consecutive rounds give the average, 2 T from any round do. Even where
-        # none do, the powers of a period may: those of a de Bruijn graph do, after log2 n.
+        # If any T consecutive rounds (T the period) average exactly, so do 2 T from any start. If
+        # none do, powers of the period still may: those of a de Bruijn graph do after log2 n.
         most = self.period * max(2, n.bit_length())
         for k, product in enumerate(itertools.islice(self._products(), most + 1)):
             left = np.abs(product - 1 / n).max()
@@ -137,11 +137,11 @@ class Schedule:
         return None
 
     def summary(self, model_bytes: float | None = None) -> dict[str, str | int | float | None]:
-        """The schedule in numbers, by name, for a row of a table.
+        """The schedule's properties by name, such as for a row of a table.
 
         ``period``, ``degree`` (the largest of its rounds), ``spectral_gap``, ``consensus_rate``,
-        ``exact_after`` (rounds; None: never) and ``models_sent``, the models that the busiest
-        replica sends per step on average; with ``model_bytes`` also ``bytes_sent``.
+        ``exact_after`` (rounds; None: never) and ``models_sent``, the number of models that the
+        busiest replica sends per round on average; with ``model_bytes`` also ``bytes_sent``.
 
         >>> from decent_jax import topology
         >>> topology.make("one_peer_exp", 8).summary(model_bytes=1000)
@@ -163,9 +163,9 @@ class Schedule:
 
     @property
     def partial_groups(self) -> bool:
-        """Whether a round averages in groups smaller than the whole.
+        """Whether some round averages in groups that hold fewer than all replicas.
 
-        Such a mean exists in `jax.shard_map` only with ``check_vma=False``.
+        `jax.shard_map` supports the mean of such a group only with ``check_vma=False``.
         """
         return any(1 < rnd.group_size < self.num_replicas for rnd in self.rounds)
 
@@ -174,14 +174,14 @@ class Schedule:
         """A schedule from your own mixing matrices (row i: the weights that replica i gives).
 
         Every matrix must be square and non-negative with rows and columns that sum to 1, and the
-        schedule must reach consensus. Sums may be off by 1e-9, and weights down to -1e-9, from
-        rounding, count as 0. (Rows need not sum to 1 for `decent_jax.optim.push_sum`: pass a
-        builder of such rounds to `decent_jax.topology.register`.)
+        schedule must reach consensus. To allow for rounding, sums may be off by 1e-9, and weights
+        from -1e-9 to 0 count as 0. (For `decent_jax.optim.push_sum`, whose rows need not sum to 1,
+        pass a builder of rounds to `decent_jax.topology.register`.)
 
         Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
 
         Raises:
-          ValueError: naming the round and the problem.
+          ValueError: a matrix is no mixing matrix, or consensus is never reached.
         """
         arrays = [_real(matrix, r) for r, matrix in enumerate(matrices)]
         if not arrays:
@@ -200,10 +200,12 @@ class Schedule:
 
     @staticmethod
     def from_networkx(graph: Any, name: str = "") -> "Schedule":
-        """One static round over an undirected networkx graph; replica i is the i-th of its nodes.
+        """A static schedule of one round over an undirected networkx graph.
 
-        The weights are Metropolis-Hastings. Edge attributes, parallel edges and edges to oneself
-        are ignored; for your own weights, or a directed graph, use `from_matrices`.
+        Replica i is the graph's i-th node.
+
+        The weights are Metropolis-Hastings. Edge attributes, parallel edges and self-loops are
+        ignored; for your own weights, or for a directed graph, use `from_matrices`.
 
         Raises:
           ValueError: the graph is directed, has no nodes, or is not connected.
@@ -264,7 +266,7 @@ def _real(matrix: ArrayLike, r: int) -> np.ndarray:
 
 
 def check_connected(name: str, matrices: Sequence[np.ndarray]) -> None:
-    """Raises ValueError if information does not reach every replica over a period."""
+    """Raises ValueError if some replica's parameters never reach some other replica."""
     label = connected_parts(matrices)
     if label.max() > 0:
         first, second = (np.flatnonzero(label == k).tolist() for k in (0, 1))

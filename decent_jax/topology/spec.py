@@ -30,7 +30,7 @@ Value = Union[int, float, "Spec"]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A schedule's name, and its arguments: (name of the parameter or None, value)."""
+    """A schedule's name and its arguments, pairs (parameter, or None if positional; value)."""
 
     name: str
     arguments: tuple[tuple[str | None, Value], ...] = ()
@@ -43,10 +43,10 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """The one schedule that ``text`` names.
+    """Parses the name of a schedule, with its parameters.
 
     Raises:
-      ValueError: it cannot be read, or is too long.
+      ValueError: the text cannot be parsed, or is too long.
 
     >>> parse("hierarchical(complete, base_k(max_degree=2))").arguments
     ((None, Spec(name='complete', arguments=())),
@@ -89,7 +89,7 @@ def _value(node: ast.expr) -> Value:
 def bind(
     spec: Spec, parameters: Mapping[str, inspect.Parameter], keywords: Mapping[str, object]
 ) -> dict[str, Value]:
-    """The values that ``spec`` and ``keywords`` give to ``parameters``, checked, in their order.
+    """The checked values that ``spec`` and ``keywords`` give, in the order of ``parameters``.
 
     Raises:
       ValueError: a parameter is unknown, given twice, unnamed or of the wrong type.
@@ -115,7 +115,7 @@ def bind(
 def unnamed(
     arguments: Mapping[str, Value], order: Iterable[str]
 ) -> tuple[tuple[str | None, Value], ...]:
-    """The given values as arguments of a `Spec`: the first schedules are positional."""
+    """The values as arguments of a `Spec`; schedules that are first in ``order`` are positional."""
     first = list(itertools.takewhile(lambda key: isinstance(arguments.get(key), Spec), order))
     return tuple((None if key in first else key, value) for key, value in arguments.items())
 
@@ -125,7 +125,7 @@ def _takes(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def _read(name: str, key: str, value: Any, annotation: object) -> Value:
-    """``value`` in the type of the parameter; NumPy scalars are accepted."""
+    """``value`` converted to the parameter's type; NumPy scalars are accepted."""
     kinds = getattr(annotation, "__args__", (annotation,))
     value = value.item() if isinstance(value, _NUMPY_SCALAR) else value
     if Spec in kinds:
