@@ -178,8 +178,8 @@ def accum_adam(
 def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     """An optimizer state (of any nesting) without a partial window of accumulated gradients.
 
-    For a change of the number of replicas, because their windows hold different gradients:
-    ``window`` becomes zero, and the count that of the last completed window. Adam has no windows.
+    For a change of the number of replicas, whose windows hold different gradients: ``window``
+    becomes zero, and ``count`` that of the last completed window. Adam has no windows.
     """
 
     def is_adam(node: PyTree) -> bool:
@@ -208,7 +208,7 @@ def moment(decay: float | jax.Array, old: PyTree, value: PyTree, order: int) -> 
 
 
 def bias_correction(decay: float | jax.Array, count: jax.Array) -> jax.Array:
-    """``1 - decay ** count``. A float32 power would lose the digits that the golden values hold."""
+    """``1 - decay ** count``; a float32 power would lose digits that the golden values have."""
     if isinstance(decay, float | int):
         log = math.log(decay) if decay > 0 else -math.inf
     else:

@@ -59,13 +59,13 @@ def decentralized(
     Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, with which a
     replica whose parameters became NaN never recovers).
 
-    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "atc" is also called DSGD),
-    with momentum inside DmSGD with local momentum, with `optax.adamw` or `accum_adamw`
-    decentralized or Accumulated Adam; over ``complete`` every H steps it is local SGD, and over
-    ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
+    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "atc" is also called DSGD), and
+    with momentum in ``inner`` DmSGD with local momentum. With `optax.adamw` it is decentralized
+    Adam, with `accum_adamw` Accumulated Adam. Over ``complete`` every H steps it is local SGD, and
+    over ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
 
     Args:
-      inner: any optax transformation; clipping belongs in here.
+      inner: any optax transformation; clipping belongs here.
       schedule: for as many replicas as the axes hold; every replica's weights sum to 1.
       combine: ``"awc"`` or ``"atc"``.
       axis_name: see `decent_jax.gossip.mix`.
@@ -82,7 +82,7 @@ def decentralized(
 
     Raises:
       ValueError: an unknown ``combine``; a negative gamma; a schedule in which some replica's
-        weights do not sum to 1; several ``mix_rounds`` of one that repeats a round in its period.
+        weights do not sum to 1, or, with several ``mix_rounds``, that repeats a round in a period.
       TypeError: an ``update`` without ``round``, or with a traced one.
 
     Example:
@@ -169,16 +169,16 @@ def gossiped_momentum(
             x_i \leftarrow \sum_j W_{ij} x_j - \eta m_i
 
     In any other ``inner`` the first moment (``trace`` of `optax.trace`, ``mu`` of Adam) plays the
-    role of m; second moments stay local. Two messages of the model's size per step, no memory;
-    those of ``"awc"`` travel during the forward and backward pass.
-    Valid on every doubly stochastic schedule. The disagreement of m determines the distance of a
-    fixed point from the optimum (smaller than with local momentum).
+    role of m; second moments stay local. It sends two messages of the model's size per step; those
+    of ``"awc"`` travel during the forward and backward pass. Valid on every doubly stochastic
+    schedule; the arguments are those of `decentralized`. The disagreement of m determines the
+    distance of a fixed point from the optimum (smaller than with local momentum).
 
     It also averages gradient noise, of variance sigma^2, before Adam divides by the root of a
-    second moment. Over ``one_peer_exp``, with eight replicas and b1 = 0.9, m has a variance of
-    0.011 sigma^2 ("atc") or 0.019 ("awc"), 0.053 if it is local, and 0.007 with `all_reduce`. Adam
-    then needs a second moment that remembers a thousand steps (b2 = 0.999); see
-    docs/log/2026-11-26-web-prose.md.
+    second moment. Over ``one_peer_exp``, with eight replicas and b1 = 0.9, the variance of m is
+    0.011 sigma^2 ("atc") or 0.019 sigma^2 ("awc"), against 0.053 sigma^2 for local momentum and
+    0.007 sigma^2 with `all_reduce`. Adam then needs a second moment that remembers a thousand steps
+    (b2 = 0.999); see docs/log/2026-11-26-web-prose.md.
 
     References:
       Ying et al., `Exponential Graph <https://arxiv.org/abs/2110.13363>`_, 2021, DmSGD; Yu et al.,
@@ -236,7 +236,7 @@ def gossiped_momentum(
         if not moments(state.inner):
             raise ValueError(
                 "gossiped_momentum needs an optimizer with momentum, such as "
-                "optax.sgd(lr, momentum=0.9) or optax.adam(lr); without any use decentralized"
+                "optax.sgd(lr, momentum=0.9) or optax.adam(lr); without momentum, use decentralized"
             )
         return state
 
@@ -254,8 +254,8 @@ def all_reduce(
 
     Replicas that start equal stay equal. With the argument ``active`` of ``update``, the mean is
     over the active replicas, and all take the update. ``inner`` clips the mean gradient. All
-    replicas reject a mean that is not finite, as in `decentralized`, whose extra arguments are
-    accepted so that the two can be swapped (``round`` is ignored).
+    replicas reject a mean that is not finite. ``update`` takes the same arguments as that of
+    `decentralized`, so that the two can be swapped, and ignores ``round``.
 
     With a ``codec`` the gradients are sent in its format (`decent_jax.gossip.groups.coded_means`),
     with error feedback: with Q the rounding,
@@ -264,7 +264,7 @@ def all_reduce(
         e_i \leftarrow e_i + \nabla f_i(x), \qquad q_i = Q(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad g = Q\Big(\tfrac1n \textstyle\sum_i q_i\Big)
 
-    which costs one more array of the parameters' size, e. A rejected step does not change e.
+    which stores one more array of the parameters' size, e. A rejected step does not change e.
 
     References:
       Seide et al., 1-bit SGD, 2014; Karimireddy et al., `Error Feedback Fixes SignSGD

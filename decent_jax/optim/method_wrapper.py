@@ -62,7 +62,7 @@ class Local:
     active: () bool, whether this replica makes an update in this step.
     state: the method's state before the step.
     optimizer: the local optimizer.
-    extra: further arguments for it.
+    extra: further arguments of its ``update``.
     replica: returns the number of this replica; None: all replicas make the same update.
     """
 
@@ -81,15 +81,15 @@ class Local:
         return self.state.count
 
     def __call__(self, params: PyTree) -> tuple[PyTree, LocalState, jax.Array]:
-        """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
+        """The local optimizer's update at ``params``; zeros if rejected, or if not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
         costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
         smallest arrays of the update, which reveal a bad learning rate or moment even if one of
-        them is frozen. Other non-finite numbers become 0 one by one, so mixing, moments, decay and
-        this check are one pass, and whether there were any is known afterwards. Checking the whole
-        update first moved 18 instead of 10 times the bytes of the parameters in decentralized Adam,
-        and needed one more copy of all of them (`benchmarks/speed/programs.py`).
+        them is frozen. Any other non-finite number becomes 0 and is counted afterwards, so mixing,
+        moments, decay and this check are one pass. Checking the whole update first moved 18 instead
+        of 10 times the bytes of the parameters in decentralized Adam, and needed one more copy of
+        the parameters (`benchmarks/speed/programs.py`).
 
         Returns:
           The update, like ``params``; the new state of the local optimizer; and () bool, whether
@@ -112,7 +112,7 @@ class Local:
 
 @contextlib.contextmanager
 def _needs_no_more() -> Generator[None]:
-    """One sentence where a local optimizer, such as `optax.lbfgs`, wants more than others do."""
+    """One sentence for a local optimizer that needs more arguments, such as `optax.lbfgs`."""
     try:
         yield
     except (TypeError, AttributeError, ValueError) as error:
@@ -126,10 +126,10 @@ def _needs_no_more() -> Generator[None]:
 class Delayed:
     """Messages that overlap ``delay`` updates and are merged after them.
 
-    The caller makes these updates with ``round=None``, which leave the method's own state as it is,
-    between two calls, both for one replica. With ``mix_every=H`` a message departs after t updates
-    if ``(t + delay) % H == 0``, and has the round of the last of its updates,
-    ``schedule.round_at(t + delay - 1, H)``.
+    The caller makes these updates between ``depart`` and ``arrive``, with ``round=None``, which
+    leaves the method's own state unchanged. Both functions are for one replica. With
+    ``mix_every=H`` a message departs after t updates if ``(t + delay) % H == 0``, and has the round
+    of the last of its updates, ``schedule.round_at(t + delay - 1, H)``.
 
     delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
     depart: ``(late, own, count, round, after=None)`` returns the message of a round, from the
@@ -150,13 +150,13 @@ Early = Callable[[PyTree, PyTree, RoundId], PyTree]
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Method(optax.GradientTransformationExtraArgs):
-    """A method: optax's pair of ``init`` and ``update``, and its messages that need not wait.
+    """A method: optax's pair of ``init`` and ``update``, and messages that overlap computation.
 
-    A wrapper of optax, such as `optax.chain`, keeps the pair and drops the rest. The result is the
-    same then: ``update`` communicates, and nothing overlaps its messages.
+    A wrapper of optax, such as `optax.chain`, keeps the pair and drops the rest. The result is then
+    the same, but ``update`` communicates, and nothing overlaps its messages.
 
     early: ``(params, state, round)`` returns the result of a round if it does not depend on the
-      current gradient: the mixed parameters, for `gossiped_momentum` with the moments.
+      current gradient: the mixed parameters, and in `gossiped_momentum` also the moments.
       ``update(..., round=round, mixed=mixed)`` uses it instead of mixing, with the same result, and
       communicates nothing. If only parameters are sent, without ``codec`` and ``gamma``,
       `decent_jax.gossip.mix_on` computes the same ``mixed``.
@@ -173,7 +173,7 @@ class Method(optax.GradientTransformationExtraArgs):
 
 
 def as_method(transformation: optax.GradientTransformation) -> Method:
-    """The transformation as a `Method`, which overlaps no message if it was none."""
+    """The transformation as a `Method`; if it is not one yet, it overlaps no messages."""
     if isinstance(transformation, Method):
         return transformation
     return Method(*optax.with_extra_args_support(transformation))
@@ -260,7 +260,7 @@ def method(
 def _in_float32(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer as for float32 parameters, where they have 16 bits: there 0.999 would be 1."""
+    """The optimizer, in float32 for parameters of 16 bits, in which 0.999 would be 1."""
 
     def init(params: PyTree) -> PyTree:
         return optimizer.init(trees.wide(params))
@@ -274,7 +274,7 @@ def _in_float32(
 def _check_call(params: PyTree, round: RoundId) -> None:
     how = "call update(grads, state, params, round=schedule.round_at(step))"
     if params is None:
-        raise ValueError(f"replicas mix parameters and got none; {how}")
+        raise ValueError(f"update needs the parameters, which replicas mix, got None; {how}")
     if round is _LEFT_OUT:
         raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
     gossip.number(round)  # refuses a traced one before a method looks at it
@@ -330,7 +330,7 @@ class Mixing:
 
 
 def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | None:
-    """The key of the codec's seed in step ``count``, the same on all replicas; None without one."""
+    """The key of a codec's seed in step ``count``, equal on all replicas; None without a codec."""
     if codec is None:
         return None
     words = jnp.array([codec.seed % 2**32 ^ codec.seed >> 32, nth], jnp.uint32)
@@ -367,7 +367,7 @@ class Feedback:
 def no_rounds(
     tx: optax.GradientTransformationExtraArgs, replica: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The method as in steps without a round; ``round`` is ignored. For replica see `method`."""
+    """The method without rounds: its ``update`` ignores ``round``. For ``replica`` see `method`."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> Updated:
         return tx.update(updates, state, params, **extra | {"round": None, "replica": replica})
@@ -376,7 +376,7 @@ def no_rounds(
 
 
 def filled(state: PyTree, fill: OfParams = optax.tree.zeros_like) -> OfParams:
-    """A method's initial state: a NamedTuple with ``fill(params)`` in every field."""
+    """A function that returns a method's initial state, with ``fill(params)`` in every field."""
     return lambda params: state._make(fill(params) for _ in state._fields)
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo and NoLoCo: outer steps over many local steps."""
+"""DiLoCo and NoLoCo: an outer step after many local steps."""
 
 import dataclasses
 import operator
@@ -17,18 +17,18 @@ from decent_jax.optim.outer_steps import Arrays, Departure, Message, descend, mo
 from decent_jax.optim.registry import ADAM_FIRST, Numbers, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
-_DECAY = 0.95  # of the rounding errors that a replica still owes, MuLoCo's beta
+_DECAY = 0.95  # MuLoCo's beta: the decay of the rounding errors that a replica still owes
 
 
 @dataclasses.dataclass(frozen=True)
 class OuterSGD:
     """The outer optimizer of the papers: Nesterov momentum in `diloco`, heavy-ball in `noloco`."""
 
-    learning_rate: Annotated[float, "of the outer optimizer; beta in NoLoCo"] = 0.7
-    momentum: Annotated[float, "of the outer optimizer, in [0, 1); alpha in NoLoCo"] = 0.9
+    learning_rate: Annotated[float, "the outer optimizer's; beta in NoLoCo"] = 0.7
+    momentum: Annotated[float, "the outer optimizer's, in [0, 1); alpha in NoLoCo"] = 0.9
 
     def optimizer(self, method: str, nesterov: bool) -> optax.GradientTransformation:
-        """It, for this method.
+        """The optax transformation; ``method`` is named in errors.
 
         Raises:
           ValueError: a number out of range.
@@ -61,9 +61,9 @@ def diloco(
         \theta \leftarrow \mathrm{outer}(\theta, \delta), \qquad
         x_i \leftarrow \theta
 
-    A delayed message overlaps that many steps (`decent_jax.optim.Delayed`). The progress of a
-    replica in these steps is lost; ``carry`` adds it to ``theta``:
-    ``theta + x_i^(t) - x_i^(t - tau)``, the merge of LOSCAR.
+    A message overlaps ``delay`` steps (`decent_jax.optim.Delayed`). The progress of a replica in
+    these steps is lost, unless ``carry`` adds it to ``theta``: ``theta + x_i^(t) - x_i^(t - tau)``,
+    the merge of LOSCAR.
 
     With a ``codec`` the movements are sent in low precision, with error feedback (MuLoCo's, and
     with sparse formats SparseLoCo's):
@@ -72,14 +72,14 @@ def diloco(
         e_i \leftarrow 0.95\, e_i + \theta - x_i, \qquad q_i = Q(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
 
-    where the mean of integers or floats is encoded once more, identically for all
-    (`decent_jax.gossip.groups.coded_means`). It keeps e, one more copy.
+    where the mean is encoded once more, with the same bits for all replicas
+    (`decent_jax.gossip.groups.coded_means`). This stores e, one more copy of the parameters.
 
     With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, MuLoCo.
 
-    One message of a fragment's size per round. It keeps the parameters
-    (``theta``) and the outer optimizer's state (one copy for momentum), and needs one more copy
-    while a message is in flight.
+    It sends one message of a fragment's size per round and stores the outer parameters (``theta``),
+    the outer optimizer's state (one copy for momentum), and one more copy while a message is in
+    flight.
 
     Args:
       inner: the local optimizer, AdamW in the papers; its state stays local.
@@ -89,7 +89,7 @@ def diloco(
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
       delay: steps that a message overlaps, less than from one round to the next.
       carry: whether a replica keeps its progress while the message is in flight.
-      outer: the outer optimizer: that of the paper, or any other.
+      outer: the outer optimizer: that of the paper, or another optax transformation.
 
     Raises:
       ValueError: a number out of range, a schedule without global averages or with too few rounds,
@@ -148,13 +148,13 @@ def noloco(
     ``mu = 0, eta = 1`` the outer parameters are the neighbours' mean, and with a
     round in every step it is then D-PSGD.
 
-    One message of a fragment's size per round, two copies of the parameters
+    It sends one message of a fragment's size per round and stores two copies of the parameters
     (``theta`` and m; one more while a message is in flight). Valid on every doubly stochastic
-    schedule, and between peers, which have none (`decent_jax.peers`).
+    schedule, and between peers, which have no schedule (`decent_jax.peers`).
 
     Args:
       inner, axis_name, fragments, delay, carry: as in `diloco`.
-      schedule: ``random_matching`` in the paper; with a round for every fragment.
+      schedule: with a round for every fragment; ``random_matching`` in the paper.
       codec: as in `decentralized`.
       outer: eta, its learning rate (beta in the paper), and mu, its momentum (alpha).
 

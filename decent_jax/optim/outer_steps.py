@@ -21,18 +21,18 @@ Message = tuple[Arrays, PyTree]  # theta of a fragment, and what its outer steps
 
 
 class OuterState(NamedTuple):
-    """Own state of a method with outer steps."""
+    """The ``own`` state of a method with outer steps."""
 
     theta: PyTree  # like params: the outer parameters
-    states: tuple[PyTree, ...]  # of each fragment what the outer step keeps
+    states: tuple[PyTree, ...]  # for each fragment, what its outer steps keep
 
 
 class Departure(NamedTuple):
-    """When a message departs."""
+    """The round and the step in which a message departs."""
 
     round: RoundId
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    between: gossip.Between  # what a group mean waits for in its middle
+    between: gossip.Between  # what the second stage of a group mean waits for
 
 
 def outer_steps(
@@ -44,19 +44,19 @@ def outer_steps(
     delay: int = 0,
     carry: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local steps, and in every round an outer step on one fragment.
+    """A method of local steps, and in every round an outer step on one fragment.
 
     Args:
       inner: the local optimizer.
       mixing: the communication of the method.
-      init: from a fragment's theta to what its outer steps keep.
+      init: a function from a fragment's theta to what its outer steps keep.
       outer_step: ``(theta, x, state, departure) -> (theta, state)`` of a fragment, with x the
         replica's parameters as sent. It depends on nothing else, so all of it can overlap local
         steps.
       fragments, delay, carry: as in `decent_jax.optim.diloco`.
 
     Raises:
-      ValueError: a number out of range, a schedule with too few rounds.
+      ValueError: a number out of range, or a schedule with too few rounds.
     """
     _check(mixing, fragments, delay)
 
@@ -106,7 +106,7 @@ def outer_steps(
 
 
 def with_progress(theta: Arrays, late: Arrays, now: Arrays) -> Arrays:
-    """theta plus the progress of the replica from ``late`` to ``now``, where both are finite."""
+    """theta plus the replica's progress from ``late`` to ``now``, if both of these are finite."""
     progressed = trees.add(theta, optax.tree.sub(now, late))
     return optax.tree.where(trees.all_finite((now, late)), progressed, theta)
 
@@ -114,13 +114,13 @@ def with_progress(theta: Arrays, late: Arrays, now: Arrays) -> Arrays:
 def descend(
     outer: optax.GradientTransformation, delta: Arrays, theta: Arrays, state: PyTree
 ) -> Message:
-    """The outer parameters after a step of the outer optimizer along delta, and its state."""
+    """(theta after a step of the outer optimizer along delta, the optimizer's new state)."""
     change, state = outer.update(delta, state, theta)
     return optax.apply_updates(theta, change), state
 
 
 def movement(theta: Arrays, x: Arrays) -> Arrays:
-    """``theta - x``; of a replica that is not finite zeros, so it sends what it still owes."""
+    """``theta - x``, or zeros if that is not finite, so that only what is still owed is sent."""
     moved = optax.tree.sub(theta, x)
     return optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
 

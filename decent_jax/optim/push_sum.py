@@ -15,7 +15,7 @@ from decent_jax.topology import Schedule
 
 
 class PushSumState(NamedTuple):
-    """Own state of `push_sum`."""
+    """The ``own`` state of `push_sum`."""
 
     w: jax.Array  # shape=(), dtype=float: the weight, 1 at the start
 
@@ -25,18 +25,18 @@ def push_sum(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
 
-    With P column stochastic (``P_ij`` is the share of itself that j sends to i), biased
-    parameters x, a weight w that starts at 1, and the parameters of the model ``z = x / w``,
-    at which gradients are taken:
+    With P column stochastic (``P_ij`` is the share of its parameters that j sends to i), biased
+    parameters x, a weight w that starts at 1, and ``z = x / w``, the parameters of the model, at
+    which gradients are taken:
 
     .. math::
         x_i \leftarrow \sum_j P_{ij} \big(x_j + \Delta_j(z_j)\big), \qquad
         w_i \leftarrow \sum_j P_{ij} w_j, \qquad z_i = x_i / w_i
 
-    ``params`` are z; the state holds only w. One message and one scalar per step, no memory. On a
+    ``params`` are z; the state holds only w. It sends one message and one scalar per step. On a
     doubly stochastic schedule w stays 1, and this is `decentralized` with ``combine="atc"``. The
     weighted mean ``1/n sum_i w_i z_i`` moves as in SGD; it is the consensus model
-    (`consensus_weights`).
+    (`consensus_weights`). The arguments are those of `decentralized`.
 
     References:
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
@@ -57,17 +57,17 @@ def push_sum(
 
 
 def consensus_weights(opt_state: PyTree) -> jax.Array | None:
-    """Weight of each replica in the consensus model, (n,): w of `push_sum`, otherwise None (equal).
+    """The replicas' weights (n,) in the consensus model: w of `push_sum`; None: equal weights.
 
     Args:
-      opt_state: states of a method, stacked over replicas.
+      opt_state: a method's state, stacked over replicas.
     """
     own = getattr(opt_state, "own", None)
     return own.w if isinstance(own, PushSumState) else None
 
 
 def with_equal_weights(own: PyTree) -> PyTree:
-    """The methods' own states for replicas that are all at the consensus model."""
+    """A method's ``own`` state for replicas that all hold the consensus model (weights 1)."""
     return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 
 

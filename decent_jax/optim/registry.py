@@ -49,12 +49,12 @@ class Parts:
     learning_rate: a float or an optax schedule of the step.
     inner: the local optimizer with this learning rate, for the methods that take one.
     axis_name, codec: as in `decent_jax.optim.decentralized`.
-    combine: as there; "" is the method's first order.
+    combine: as in `decent_jax.optim.decentralized`; "" is the first of the method's orders.
     mix_every: steps between two rounds in the caller's loop.
     gradient: applied to gradients first, in methods with their own momentum.
-    optimizer: numbers of the local optimizer, for these methods: momentum, b1, b2, eps.
+    optimizer: numbers of the local optimizer, for those methods: momentum, b1, b2, eps.
     same_init: whether all replicas start with the same parameters.
-    seed: of formats that a method creates itself; ``codec`` has its own seed.
+    seed: the seed of formats that a method creates itself; ``codec`` has its own seed.
     numbers: the method's own, see `MethodSpec.numbers`.
     """
 
@@ -73,7 +73,7 @@ class Parts:
 
 
 def coded_bytes(params: PyTree, codec: Codec | None) -> float:
-    """Bytes of a message of all parameters in this format; None: uncompressed."""
+    """Bytes of a message of all parameters in this format (None: uncompressed)."""
     return sum(
         leaf.size * leaf.dtype.itemsize if codec is None else bytes_sent(codec, leaf.shape)
         for leaf in jax.tree.leaves(params)
@@ -99,15 +99,15 @@ class MethodSpec:
     copies: arrays of the parameters' size in its state, besides the local optimizer's, with its
       default numbers and order.
     section: the section of a config with its numbers; None: named like the method; "": no section.
-    sent: bytes of one message, from the parameters, the parts and all numbers; the mean over
-      rounds where they differ.
-    phases: rounds of a static schedule that the method treats differently, from all its numbers;
-      configs repeat the schedule that many times.
-    pairwise: the update of an asynchronous peer (`decent_jax.peers`) in a pairwise average, from
-      all numbers of the method; None: the method needs rounds. It returns ``average(x, own,
-      snapshot, pull) -> (x, own)``, with the current x and state of the method, the snapshot S that
-      the peer sent, and half of the difference of the partner's snapshot to S (or its weighted
-      share), so that ``snapshot + pull`` is their mean.
+    sent: a function of the parameters, the parts and all numbers that returns the bytes of one
+      message, averaged over the rounds.
+    phases: a function of all numbers that returns how many rounds of a static schedule the method
+      treats differently; configs repeat the schedule that many times.
+    pairwise: None if the method needs rounds, or a function of all numbers that returns the update
+      of an asynchronous peer (`decent_jax.peers`) in a pairwise average: ``average(x, own,
+      snapshot, pull) -> (x, own)``. It takes the current x and state of the method, the snapshot
+      that the peer sent, and half (or the weighted share) of the partner's snapshot minus this one,
+      so that ``snapshot + pull`` is the mean of both snapshots.
     """
 
     name: str
@@ -123,7 +123,7 @@ class MethodSpec:
 
     @functools.cached_property
     def takes(self) -> Mapping[str, inspect.Parameter]:
-        """The factory's parameters."""
+        """The factory's parameters by name."""
         return inspect.signature(self.make).parameters
 
     @property
@@ -214,10 +214,10 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(_METHODS)  # every method b
 def register(
     name: str, make: Callable[..., optax.GradientTransformationExtraArgs], **declared: Any
 ) -> MethodSpec:
-    """Register a method under its name, for `METHODS` and configs.
+    """Registers a method under its name, for `METHODS` and configs.
 
-    Call it in the module of the method. A config file imports the module of your own method;
-    the config then has a section with the method's numbers.
+    Call it in the method's module. A config file that imports the module of your own method then
+    has a section with the method's numbers.
 
     Args:
       name, make: of the method, see `MethodSpec`.

@@ -13,7 +13,7 @@ def linear_warmup_cosine_schedule(
 ) -> optax.Schedule:
     """From ``start_factor * peak`` linearly to ``peak``, then along a cosine to ``end``.
 
-    The peak is reached at step ``warmup_steps`` and ``end`` at step ``steps``; constant after.
+    The peak is reached at step ``warmup_steps`` and ``end`` at step ``steps``; constant after that.
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"warm-up of {warmup_steps} steps does not fit into {steps} steps")

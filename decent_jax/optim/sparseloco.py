@@ -27,8 +27,8 @@ def sparseloco(
 ) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo with sparse messages and error feedback.
 
-    With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of
-    every chunk in 2 bits each (`decent_jax.gossip.sparse.ChunkedTopK`):
+    With ``theta`` the outer parameters, equal on all replicas, and C the codec that sends the
+    largest numbers of every chunk in 2 bits each (`decent_jax.gossip.sparse.ChunkedTopK`):
 
     .. math::
         e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = C(e_i), \qquad
@@ -39,14 +39,14 @@ def sparseloco(
     The residual of C stays in e and is sent later; e also acts as momentum, so there is no outer
     momentum. It is `diloco` with this codec and ``outer = optax.sgd(1.0)``.
 
-    ``clipped`` scales each replica's message for an array down to the median of their norms, so
-    that no single replica can mislead the others:
+    ``clipped`` scales every message for an array down to the median norm of all replicas' messages,
+    so that no single replica can mislead the others:
 
     .. math:: q_j \leftarrow q_j \min\Big(1,\ \frac{\mathrm{median}_k |q_k|}{|q_j| + 10^{-8}}\Big)
 
     Encoded messages cannot be added in transit, so every replica receives those of all others and
     sends its own n - 1 times: fewer bytes than a float32 average if n is below 280 at the
-    published settings. Two copies of the parameters (``theta`` and e).
+    published settings. It stores two copies of the parameters (``theta`` and e).
 
     Args:
       inner, axis_name: as in `diloco`.
@@ -54,7 +54,7 @@ def sparseloco(
         exchange only movements; `choco` corrects this with the same compressor.
       same_init: must be True, for the same reason.
       density: the share of every chunk that is sent, in (0, 1].
-      chunk: numbers per chunk.
+      chunk: the number of parameters per chunk.
       decay: the decay beta of the residual, in [0, 1].
       clipped: whether messages are clipped, as in Covenant-72B.
 

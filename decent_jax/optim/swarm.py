@@ -21,7 +21,7 @@ from decent_jax.topology import Schedule
 
 
 class SwarmState(NamedTuple):
-    """Own state of `swarm`."""
+    """The ``own`` state of `swarm`."""
 
     y: jax.Array | None  # shape=(), dtype=float32: reach of the lattice; None without one
     published: PyTree  # S, like params: the last snapshot; None when blocking
@@ -48,28 +48,28 @@ def swarm(
 
     S is the snapshot that a replica published after its last average. The message has been known
     since then, so no replica waits, and the local steps since then are added to the average. Both
-    orders preserve the mean over replicas exactly, with any Q. Local steps between averages: fixed
-    with ``mix_every``; geometric with ``random_matching(probability=1/H)``, in which a pair
-    averages with probability 1/H per step; any numbers with ``active`` (a replica with
-    ``active=False`` makes no update in that step).
+    orders preserve the mean over replicas exactly, with any Q. The number of local steps between
+    averages is fixed with ``mix_every``. It is geometric with ``random_matching(probability=1/H)``,
+    in which a pair averages with probability 1/H per step. With ``active`` it is arbitrary: a
+    replica with ``active=False`` makes no update in that step.
 
     A replica whose parameters are not finite takes its partner's parameters. With a lattice and
-    "atc" it cannot decode them, and stays unchanged; the others ignore it.
+    "atc" it cannot decode these and stays as it is; the others ignore it.
 
-    One message per average (8 or 16 bits per parameter with a lattice); one copy of the parameters
-    (S) with ``combine="awc"``.
+    It sends one message per average (8 or 16 bits per parameter with a lattice) and, with
+    ``combine="awc"``, stores one copy of the parameters (S).
 
     Args:
       inner: the local optimizer; its state stays local.
-      schedule: of pairs in every round, such as ``random_matching`` (of an r-regular graph with
-        ``degree=r``), ``hypercube``, ``ring``.
+      schedule: pairs in every round, such as ``random_matching`` (of an r-regular graph with
+        ``degree=r``), ``hypercube`` or ``ring``.
       combine: ``"awc"`` averages published snapshots, ``"atc"`` the parameters of this step.
       axis_name: as in `decentralized`.
       distance: reach of the lattice at the first average, see `decent_jax.gossip.codecs`.
       bits: 8, 16 or 32 per parameter; 32 sends parameters uncompressed.
 
     Raises:
-      ValueError: a schedule that does not consist of pairs, or other bits.
+      ValueError: a schedule that does not consist of pairs, or another number of bits.
 
     References:
       Nadiradze et al., `Asynchronous Decentralized SGD with Quantized and Local Updates
@@ -114,8 +114,8 @@ Exchanged = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array, PyTree]
 
 
 def _exchange(receive: Receive, mine: PyTree, fine: jax.Array, y: PyTree) -> Exchanged:
-    """The exchange of a pair: (the partner's snapshot, its own, whether the partner's is finite,
-    whether the two average, the pair's weight, the reach of the lattice in the next round)."""
+    """The exchange of a pair: (the partner's snapshot, the replica's, whether the partner's is
+    finite, whether the two average, the pair's weight, the lattice's reach in the next round)."""
     (((theirs, read), weight),) = receive((mine, fine))
     return theirs, mine, read, read & fine & (weight > 0), weight, y
 

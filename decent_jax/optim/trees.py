@@ -6,10 +6,10 @@ neighbours ignore parameters that are not finite. This costs one pass over the g
 the parameters, one flag per message, and on CPUs a copy of the update.
 
 `optax.apply_if_finite` is the same idea for one model. It checks the whole update before it writes
-any of it, under a ``lax.cond``, stops the counts of learning-rate schedules, and cannot restore
+any of it (under a ``lax.cond``), stops the counts of learning-rate schedules, and cannot restore
 parameters that are not finite.
 
-For other arithmetic there is `optax.tree`.
+`optax.tree` has other arithmetic.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ def wide(tree: PyTree) -> PyTree:
 
 
 def copy(tree: PyTree) -> PyTree:
-    """Equal arrays in separate buffers: a donated state must not hold one array twice."""
+    """Equal arrays in new buffers: a donated state must not hold the same array twice."""
     return jax.tree.map(jnp.array, tree)
 
 
@@ -65,7 +65,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """() bool."""
+    """() bool: whether every number in the tree is finite."""
     # Not by the largest magnitude, which is faster: XLA's CPU loses a NaN in it (jaxlib 0.10.2).
     # Not by isfinite: XLA would compute it once for this and for `finite_or_zero`, and keep it
     # until then.
@@ -73,7 +73,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
-    """() bool: finite loss, finite norm of the gradient (its square must not overflow)."""
+    """() bool: whether the loss and the squared norm of the gradient are finite."""
     flags = [jnp.isfinite(squared_norm(g)) for g in jax.tree.leaves(gradient)]
     if value is not None:
         flags.append(jnp.isfinite(value))
@@ -81,7 +81,7 @@ def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
 
 
 def unspoiled(update: PyTree) -> jax.Array:
-    """() bool: the smallest array is finite, and every other small one has a finite number.
+    """() bool: whether the smallest array is finite, and other small ones have a finite number.
 
     Small arrays have up to 256 numbers, or together 1/64 of all. We check several because the
     smallest may be frozen, and no more because reading an array of an update forces XLA to write it

@@ -1,4 +1,4 @@
-"""Checks of schedules and numbers for methods; each raises ValueError and names both."""
+"""Checks of the schedules, numbers and optimizers of methods; each error names the culprit."""
 
 import warnings
 
@@ -17,31 +17,31 @@ _D2_BOUND = -1 / 3
 
 
 def not_negative(name: str, value: object) -> None:
-    """A number of at least 0; a schedule or a traced value passes."""
+    """Requires a number of at least 0; a schedule or a traced value passes."""
     if isinstance(value, float | int) and not value >= 0:
         raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def below_one(name: str, value: object) -> None:
-    """A number in [0, 1); a schedule or a traced value passes."""
+    """Requires a number in [0, 1); a schedule or a traced value passes."""
     if isinstance(value, float | int) and not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 
 def share(name: str, value: object) -> None:
-    """A number in [0, 1]; a schedule or a traced value passes."""
+    """Requires a number in [0, 1]; a schedule or a traced value passes."""
     if isinstance(value, float | int) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
 def combine(order: str) -> None:
-    """A known combine order."""
+    """Requires a known combine order."""
     if order not in ("awc", "atc"):
         raise ValueError(f"combine must be 'awc' or 'atc', got {order!r}")
 
 
 def is_transformation(inner: object) -> None:
-    """A local optimizer, not the function that makes one; or None."""
+    """Requires a local optimizer (not the function that makes it), or None."""
     if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
         name = getattr(inner, "__name__", None)
         hint = f"; call it: {name}(...)" if name else ", such as optax.adamw(1e-3)"
@@ -62,9 +62,9 @@ _ESTIMATE = (
 def mixes(
     optimizer: optax.GradientTransformationExtraArgs, structure: PyTree, *leaves: PyTree
 ) -> None:
-    """A local optimizer that continues from mixed parameters, of this structure and these shapes.
+    """Requires a local optimizer that continues from mixed parameters of these shapes.
 
-    One that keeps a copy of the parameters restores them from it, and so undoes the mixing.
+    An optimizer that keeps a copy of the parameters restores them from it and undoes the mixing.
     """
 
     def is_special(x: PyTree) -> bool:
@@ -74,7 +74,7 @@ def mixes(
         if isinstance(x, _ESTIMATE):
             raise ValueError(
                 f"{type(x).__name__.removesuffix('State')} estimates its learning rate, which "
-                "grows without end where replicas have different gradients; use all_reduce, or "
+                "grows without bound if replicas have different gradients; use all_reduce, or "
                 "another local optimizer, such as optax.adamw"
             )
         return () if isinstance(x, _MEASURE) else x
@@ -102,7 +102,7 @@ def mixes(
 
 
 def _sets(optimizer: optax.GradientTransformation, structure: PyTree, leaves: PyTree) -> bool:
-    """Whether an update is some value minus the parameters, judging by its program."""
+    """Whether an update is some value minus the parameters, according to its program."""
 
     def update(params: list[PyTree], gradients: list[PyTree], loss: jax.Array) -> list[PyTree]:
         params, gradients = structure.unflatten(params), structure.unflatten(gradients)
@@ -111,7 +111,7 @@ def _sets(optimizer: optax.GradientTransformation, structure: PyTree, leaves: Py
 
     try:
         program = jax.make_jaxpr(update)(leaves, leaves, jnp.float32(0)).jaxpr  # pyright: ignore
-    except Exception:  # it needs more, and will say so
+    except Exception:  # it needs more arguments, and its first update will say so
         return False
     others = len(program.invars) - len(leaves)
     return _DIFFERENCE in _origins(program, [_PARAMS] * len(leaves) + [""] * others)
@@ -150,7 +150,7 @@ def _origins(program: Jaxpr, of_inputs: list[str]) -> list[str]:
 
 
 def is_schedule(method: str, schedule: object) -> None:
-    """A schedule, not the name of one."""
+    """Requires a schedule, not the name of a schedule."""
     if not isinstance(schedule, Schedule):
         name = shown(schedule) if isinstance(schedule, str) else "name"
         raise TypeError(
@@ -159,16 +159,16 @@ def is_schedule(method: str, schedule: object) -> None:
 
 
 def row_stochastic(method: str, schedule: Schedule) -> None:
-    """Every replica's weights sum to 1; a sender's shares do so on all schedules."""
+    """Requires that every replica's weights sum to 1; a sender's shares always do."""
     if any(np.abs(rnd.matrix.sum(1) - 1).max() > _TOLERANCE for rnd in schedule.rounds):
         raise ValueError(
-            f"{method} averages, but on {schedule.name} the weights of what a replica receives do "
-            "not sum to 1; use push_sum there, or a doubly stochastic schedule such as one_peer_exp"
+            f"{method} averages, but on {schedule.name} the weights that a replica gives do not "
+            "sum to 1; use push_sum there, or a doubly stochastic schedule such as one_peer_exp"
         )
 
 
 def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) -> None:
-    """The same symmetric mixing matrix in every step."""
+    """Requires the same symmetric mixing matrix in every step."""
     if schedule.period > 1 or mix_every > 1:
         what = f"mix_every={mix_every}" if mix_every > 1 else schedule.name
         raise ValueError(
@@ -184,7 +184,7 @@ def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) ->
 
 
 def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> None:
-    """The disagreement of ``x+ = (I + W)/2 (2 x - x-)`` does not grow over a period.
+    """Requires that the disagreement of ``x+ = (I + W)/2 (2 x - x-)`` does not grow over a period.
 
     This is exact diffusion without gradients. On a symmetric static W the disagreement always
     shrinks; otherwise its growth is computed from the eigenvalues of a period acting on (x, x-).
@@ -207,7 +207,7 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
 
 
 def static_messages(method: str, schedule: Schedule) -> None:
-    """A single round, of messages and not of group means."""
+    """Requires a single round, of messages and not of group means."""
     is_schedule(method, schedule)
     if schedule.period > 1 or schedule.rounds[0].group_size > 1:
         what = "changes them" if schedule.period > 1 else "averages in groups"
@@ -218,7 +218,7 @@ def static_messages(method: str, schedule: Schedule) -> None:
 
 
 def eigenvalues_above_minus_a_third(method: str, schedule: Schedule) -> None:
-    """Smallest eigenvalue of W above -1/3; warns within 1e-6 of this bound (Tang 2018)."""
+    """Requires eigenvalues of W above -1/3; warns within 1e-6 of this bound (Tang 2018)."""
     smallest = float(np.linalg.eigvalsh(schedule.matrix(0)).min())
     if smallest < _D2_BOUND - 1e-6:
         raise ValueError(
@@ -234,29 +234,29 @@ def eigenvalues_above_minus_a_third(method: str, schedule: Schedule) -> None:
 
 
 def averages(method: str, schedule: Schedule) -> None:
-    """All rounds average over all replicas at once, as ``complete`` does."""
+    """Requires rounds that average over all replicas at once, as those of ``complete`` do."""
     is_schedule(method, schedule)
     n = schedule.num_replicas
     if n > 1 and any(rnd.group_size != n for rnd in schedule.rounds):
         raise ValueError(
-            f"{method} moves its outer parameters where all replicas are averaged, which "
-            f"{schedule.name} does not do; use schedule=complete"
+            f"{method} needs rounds that average all replicas at once, which {schedule.name} does "
+            "not have; use schedule=complete"
         )
 
 
 def phases(method: str, schedule: Schedule, count: int) -> None:
-    """A multiple of ``count`` distinct rounds, for methods that count them."""
+    """Requires a multiple of ``count`` distinct rounds, for methods that count them."""
     distinct = len({id(rnd) for rnd in schedule.rounds}) == schedule.period
     if count > 1 and (schedule.period % count or not distinct):
         has = schedule.period if distinct else f"{schedule.period}, some of them the same"
         raise ValueError(
-            f"{method} needs a schedule of a multiple of {count} rounds, got one of {has}; use "
-            f"topology.repeat(schedule, {count})"
+            f"{method} needs a schedule whose number of rounds is a multiple of {count}, got "
+            f"{has}; use topology.repeat(schedule, {count})"
         )
 
 
 def mix_rounds(count: int | None, schedule: Schedule) -> int:
-    """The rounds per step, 1 for None; several only of rounds that their numbers tell apart."""
+    """The rounds per mixing step, 1 for None; several require rounds with distinct numbers."""
     if isinstance(count, jax.Array):  # optax.inject_hyperparams makes one of a given number
         raise ValueError(
             'mix_rounds must be an int: give inject_hyperparams static_args="mix_rounds"'
@@ -272,7 +272,7 @@ def mix_rounds(count: int | None, schedule: Schedule) -> int:
 
 
 def matchings(method: str, schedule: Schedule) -> None:
-    """In every round replicas average in pairs, 1/2 each, or are idle."""
+    """Requires that in every round replicas average in pairs, 1/2 each, or are idle."""
     is_schedule(method, schedule)
     for rnd in schedule.rounds:
         off = rnd.matrix - np.diag(np.diag(rnd.matrix))

@@ -1,4 +1,4 @@
-"""CHOCO: compressed differences to public copies."""
+"""CHOCO: replicas send compressed differences from public copies of their parameters."""
 
 from typing import Annotated, NamedTuple
 
@@ -16,9 +16,9 @@ from decent_jax.topology import Schedule
 
 
 class ChocoState(NamedTuple):
-    """The method's own state; both are shaped like the parameters."""
+    """The ``own`` state of `choco`; both fields are shaped like the parameters."""
 
-    s: PyTree  # sum_j W_ij x_hat_j, over the neighbours and oneself
+    s: PyTree  # sum_j W_ij x_hat_j, over the neighbours and the replica itself
     x_hat: PyTree  # the replica's own public copy
 
 
@@ -46,19 +46,19 @@ def choco(
 
     The residual of C stays in ``y - x_hat`` and is sent later, so consensus is reached with
     any C if ``gamma`` is small enough; the mean is preserved at every step. Only
-    ``q_i`` is sent: s is kept and corrected, so the graph must be static. One compressed
-    message per step, two copies of the parameters (``x_hat_i`` and ``s_i``).
+    ``q_i`` is sent, and s sums up what arrives, so the graph must be static. It sends one
+    compressed message per step and stores two copies of the parameters (``x_hat_i`` and ``s_i``).
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.
-      same_init: public copies start at the parameters, which are then the same on all
-        replicas; False: at zero, as in the paper.
+      same_init: True if all replicas start with the same parameters, which are then the first
+        public copies; False: public copies start at zero, as in the paper.
       seed: of the rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
       fraction: share of each array that ``"top_k"`` sends, in (0, 1].
-      gamma: consensus step size; smaller for a coarser C, diverges if too large. Of 0.02, 0.05,
-        0.1, 0.2, 0.3 and 0.5, on a ring of 8 without gradients, 0.3 was the largest that converged
-        for the top 10%, and 0.05 for the top 1%.
+      gamma: consensus step size, in (0, 1]; a coarser C needs a smaller one, or the method
+        diverges. Of 0.02, 0.05, 0.1, 0.2, 0.3 and 0.5, on a ring of 8 without gradients, 0.3 was
+        the largest that converged for the top 10%, and 0.05 for the top 1%.
 
     Raises:
       ValueError: a number out of range, or a schedule that changes or averages in groups.
@@ -97,7 +97,7 @@ def choco(
 
 
 def compressor_of(name: str, fraction: float, seed: int = 0) -> Codec:
-    """The format of that name, with noise from the seed."""
+    """The compressor of this name, with noise from ``seed``."""
     if not 0 < fraction <= 1:
         raise ValueError(f"choco.fraction must be above 0 and at most 1, got {fraction}")
     named = {"top_k": TopK(fraction), "int8": Int8(seed)}

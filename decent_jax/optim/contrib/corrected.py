@@ -1,4 +1,4 @@
-"""Bias-corrected methods: they converge to the optimum for any data heterogeneity."""
+"""Bias-corrected methods, which converge to the optimum however the replicas' data differ."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from decent_jax.topology import Schedule
 
 
 class DiffusionState(NamedTuple):
-    """Own state of `exact_diffusion` and `d2`."""
+    """The ``own`` state of `exact_diffusion` and `d2`."""
 
     psi: PyTree  # like params: the adapted parameters of the last step
 
@@ -27,7 +27,7 @@ def exact_diffusion(
     mix_every: int = 1,
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adapt, correct by the change of the last combination, combine.
+    r"""Adapts, corrects by what the last combination changed, and combines.
 
     With ``W_bar = (I + W)/2`` and ``Delta_i`` the update of ``inner``:
 
@@ -35,13 +35,15 @@ def exact_diffusion(
         \psi_i^{+} = x_i + \Delta_i(x_i), \qquad \phi_i = \psi_i^{+} + x_i - \psi_i, \qquad
         x_i \leftarrow \sum_j \bar W_{ij} \phi_j, \qquad \psi_i \leftarrow \psi_i^{+}
 
-    and ``psi_i = x_i`` before the first step. One message per step, one copy of the parameters
-    (psi). With ``optax.sgd`` at a fixed learning rate the limit is the optimum of the average loss.
+    and ``psi_i = x_i`` before the first step. It sends one message per step and stores one copy of
+    the parameters (psi). With ``optax.sgd`` at a fixed learning rate the limit is the optimum of
+    the average loss. The arguments are those of `decentralized`, and ``mix_every``, the number of
+    steps from one round to the next.
 
-    Valid on static undirected graphs, and for other pairs of (schedule, ``mix_every``) if the
-    computed disagreement does not grow over a period: for example, on ``one_peer_exp`` and
-    ``hypercube`` in every step, but not in every third; on ``bidirectional_ring`` with 8 replicas
-    up to every fourth.
+    Raises:
+      ValueError: the pair of schedule and ``mix_every`` lets the disagreement grow. Static
+        undirected graphs are valid in every step, and so are ``one_peer_exp`` and ``hypercube``,
+        but not in every third; ``bidirectional_ring`` with 8 replicas is, up to every fourth.
 
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
@@ -62,8 +64,11 @@ def d2(
 
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
-    (with ``optax.sgd``; another ``inner`` has its own update). Only for a static symmetric W
-    whose smallest eigenvalue is above -1/3: it raises below, and warns within 1e-6 of it.
+    (with ``optax.sgd``; another ``inner`` has its own update). The arguments are those of
+    `exact_diffusion`.
+
+    Raises:
+      ValueError: W changes, is not symmetric, or has an eigenvalue below -1/3 (near it: a warning).
 
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
@@ -96,7 +101,7 @@ def _diffusion(
 
 
 class TrackingState(NamedTuple):
-    """Own state of `gradient_tracking`; both are shaped like the parameters."""
+    """The ``own`` state of `gradient_tracking`; both fields are shaped like the parameters."""
 
     g: PyTree  # the last finite gradient
     q: PyTree  # the tracked average gradient
@@ -117,16 +122,16 @@ def gradient_tracking(
         \text{atc:}\quad & q_i \leftarrow \sum_j W_{ij} (q_j + g_j - g_j^{-}), \qquad
             x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(q_j)\big)
 
-    with ``q = g^- = 0`` before the first step, so that ``sum_i q_i = sum_i g_i``
-    always. The messages of "awc" are known at the start of the step. Two messages per step, two
-    copies of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q.
-    Valid on every doubly stochastic schedule.
+    with ``q = g^- = 0`` before the first step, so that always ``sum_i q_i = sum_i g_i``. The
+    messages of "awc" are known at the start of the step. It sends two messages per step and stores
+    two copies of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips
+    q. Valid on every doubly stochastic schedule; the arguments are those of `decentralized`.
 
     Unlike in DIGing, q is mixed by the round of the step that uses it, not by the previous round;
-    on a schedule of one round that is the same. The limit is the same on all schedules, but the
-    range of stable learning rates is not.
+    this makes no difference on a schedule of one round. The limit is the same on all schedules, but
+    the range of stable learning rates is not.
 
-    With Muon inside, it tracks before it orthogonalizes. This is necessary: averages of
+    With Muon as ``inner``, it tracks before it orthogonalizes. This is necessary: averages of
     orthogonalized local gradients vanish at other points than the average gradient. "awc" is then
     SUDA-Muon with tracking as its backbone. "atc", without Nesterov momentum, is DeMuon on static
     graphs, where momentum before tracking (theirs) and after it (ours) are equal.

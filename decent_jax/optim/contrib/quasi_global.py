@@ -1,4 +1,4 @@
-"""Quasi-global momentum: momentum of the movement of the mixed model."""
+"""Quasi-global momentum, which follows the movement of the mixed model."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from decent_jax.topology import Schedule
 
 
 class MomentumState(NamedTuple):
-    """Own state of `quasi_global_sgd`."""
+    """The ``own`` state of `quasi_global_sgd`."""
 
     m: PyTree  # like params
 
@@ -29,20 +29,20 @@ def quasi_global_sgd(
     gradient: optax.GradientTransformation | None = None,
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
+    r"""Gossip SGD whose momentum follows the movement of the mixed model.
 
     .. math::
         x_i^{+} = \sum_j W_{ij} \big(x_j - \eta (g_j + \beta m_j)\big), \qquad
         m_i \leftarrow \beta m_i + (1 - \beta) (x_i - x_i^{+}) / \eta
 
-    One message per step, one copy of the parameters (m). A step with ``eta = 0`` does not change m.
-    Valid on every doubly stochastic schedule, also with local steps (``round=None``).
+    It sends one message per step and stores one copy of the parameters (m), which a step with ``eta
+    = 0`` does not change. Valid on every doubly stochastic schedule and with local steps.
 
     Args:
       learning_rate: ``eta``, a float or an optax schedule of the step.
       schedule, axis_name, codec: as in `decentralized`.
       momentum: ``beta``, in [0, 1); also the decay of m, which the paper calls ``mu``.
-      gradient: applied to g first, such as clipping or L2 decay.
+      gradient: an optax transformation of g, applied first, such as clipping or L2 decay.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
