@@ -30,9 +30,9 @@ from decent_jax.train.config import default_config, parse, trainer_of, validate
 
 
 def run(config: ConfigDict, workdir: str | Path) -> Json:
-    """Train as configured in the run directory ``workdir``; resume the run that is there.
+    """Train a config in the run directory ``workdir``, or resume the run that is already there.
 
-    The config chooses between synchronous replicas, peers and pipelines.
+    ``config.trainer`` chooses between synchronous replicas, peers and pipelines.
 
     Returns:
       The contents of ``summary.json``: final and best evaluation, steps, wall-clock time, versions.
@@ -40,9 +40,10 @@ def run(config: ConfigDict, workdir: str | Path) -> Json:
     Raises:
       ConfigError: the config, the data or the run directory cannot be used; nothing has been
         compiled or written.
-      TrainingFailed: every replica has failed in 20 consecutive steps.
+      TrainingFailed: no finite update in 20 consecutive steps, or a record, peer or worker failed.
       CheckpointError: no checkpoint can be read, or one could not be written.
-      Interrupted: after a checkpoint was saved.
+      PeerLost: another process of the run was lost.
+      Interrupted: a signal stopped the run, after a checkpoint was saved.
     """
     check_settings()
     with goodput.session():
@@ -51,9 +52,9 @@ def run(config: ConfigDict, workdir: str | Path) -> Json:
 
 
 def dry_run(config: ConfigDict) -> None:
-    """Do what a run does before its second step, and no more: `decent-jax train --check`.
+    """Compile and time a few steps, and print the cost of a run: `decent-jax train --check`.
 
-    Prints the cost of the run, and times its steps. No run directory is written.
+    No run directory is left behind.
 
     Raises:
       ConfigError: the run would be refused.

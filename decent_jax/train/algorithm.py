@@ -1,7 +1,7 @@
 """The algorithm of a config as an optax transformation, and its cost.
 
-``optimizer.name`` is one of the project's own, or any optimizer by its dotted name with arguments:
-``"optax.contrib.muon(beta=0.9)"``.
+``optimizer.name`` is one of the project's own optimizers, or the dotted name of any other with its
+arguments: ``"optax.contrib.muon(beta=0.9)"``.
 """
 
 import ast
@@ -37,10 +37,10 @@ def transformation(
     decay_mask: PyTree = None,
     axis_name: AxisName = "replica",
 ) -> optim.Method:
-    """The method of one replica.
+    """The method that the config names, for one replica.
 
     Raises:
-      ConfigError: an impossible combination; the message names both parts.
+      ConfigError: two parts of the config cannot be combined; the message names both.
     """
     try:
         arguments = parts(config, schedule, rate, decay_mask, axis_name)
@@ -56,7 +56,7 @@ def parts(
     decay_mask: PyTree = None,
     axis_name: AxisName = "replica",
 ) -> Parts:
-    """The arguments that the config passes to its method; the numbers come from its section."""
+    """The arguments with which to build the method; its own numbers are from its section."""
     method = METHODS[config.algorithm]
     clip, decay = _gradient_steps(config, decay_mask)
     if method.own_momentum and config.optimizer.decoupled and config.optimizer.weight_decay:
@@ -88,7 +88,7 @@ def parts(
 
 
 def numbers_of(config: Config, method: MethodSpec) -> dict[str, Any]:
-    """A method's own numbers, from its section of the config."""
+    """A method's own hyperparameters by name, from its section of the config."""
     if not method.numbers:
         return {}
     name = method.config_section
@@ -97,9 +97,9 @@ def numbers_of(config: Config, method: MethodSpec) -> dict[str, Any]:
 
 
 def optimizer_name(config: Config) -> str:
-    """The local optimizer: ``optimizer.name``, or if it is empty the algorithm's first.
+    """The name of the local optimizer: ``optimizer.name``, or the algorithm's first if it is empty.
 
-    Methods that differ from others in more than the optimizer accept any dotted name.
+    Raises ValueError for one that the algorithm excludes, such as any if it is itself an optimizer.
     """
     method, name = METHODS[config.algorithm], config.optimizer.name
     allowed = method.optimizers
@@ -119,15 +119,15 @@ def optimizer_name(config: Config) -> str:
 
 
 def check_optimizer(config: Config, rate: optax.Schedule, params: PyTree) -> None:
-    """Check that a named optimizer updates such parameters from a gradient and a loss.
+    """Check that an optimizer with a dotted name updates parameters from a gradient and a loss.
 
     Args:
-      config, rate: of the run.
+      config, rate: the run's config and learning rate.
       params: shapes of one replica's parameters.
 
     Raises:
-      ConfigError: it does not, with its own error message; or it is evaluated at parameters other
-        than those it trains.
+      ConfigError: it fails (the message quotes its error), or its parameters for evaluation differ
+        from those that it trains.
     """
     name = optimizer_name(config)
     if not is_dotted(name):
@@ -141,19 +141,19 @@ def check_optimizer(config: Config, rate: optax.Schedule, params: PyTree) -> Non
 
     try:
         state, (change, _) = jax.eval_shape(state_and_change, params, jnp.float32(0))
-    except Exception as error:  # of anybody's code
+    except Exception as error:  # the user's code may raise anything
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise refusal(
             f"must update the parameters from their gradient and the loss ({why})"
         ) from None
     if jax.tree.structure(change) != jax.tree.structure(params):
-        raise refusal("must give an update of the shape of the parameters")
+        raise refusal("must return an update with the structure of the parameters")
     averages = optax.contrib.ScheduleFreeState
     if any(
         isinstance(x, averages)
         for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, averages))
     ):
-        raise refusal("must be evaluated where it trains; schedule-free ones need another average")
+        raise refusal("must evaluate the parameters that it trains; schedule-free ones do not")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,12 +167,12 @@ class Cost:
 
 
 def cost(config: Config, schedule: Schedule, state: PyTree, replicas_per_node: int) -> Cost:
-    """The cost of a `TrainState`, or of its shapes, with the leading replica dimension.
+    """What each replica and each node sends and keeps, in bytes.
 
     Args:
-      config, schedule: of the run.
-      state: see above.
-      replicas_per_node: replicas per node.
+      config, schedule: the run's config and communication schedule.
+      state: a `TrainState` with leading replica dimension, or its shapes.
+      replicas_per_node: number of replicas that a node holds.
     """
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     method, arguments = METHODS[config.algorithm], parts(config, schedule, 1.0)
@@ -191,9 +191,9 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
     """The entries of ``run.json`` about the messages of a step, averaged over a period.
 
     Args:
-      cost: of the run.
-      hosts: of each replica.
-      per_host: replicas on each host; 1 if hosts hold different numbers.
+      cost: the run's cost.
+      hosts: host name of each replica.
+      per_host: replicas per host; 1 if hosts hold different numbers.
 
     Returns:
       ``bytes_sent_per_step`` by the busiest replica; ``bytes_between_hosts_per_step`` by the
@@ -257,7 +257,7 @@ def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: P
 
 
 def hidden_matrices(params: PyTree) -> PyTree:
-    """Which arrays Muon orthogonalizes, and along which axes; None: Adam updates them.
+    """Which arrays Muon orthogonalizes and along which axes; None for those that Adam updates.
 
     These are the matrices of hidden layers, and convolution kernels (height, width, in, out) as
     matrices (height width in, out). As Jordan et al. 2024 recommend, embeddings and output layers
@@ -277,8 +277,8 @@ def hidden_matrices(params: PyTree) -> PyTree:
 def _muon(chosen: Optimizer) -> optax.GradientTransformation:
     """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size.
 
-    Both with Nesterov momentum: `optax.contrib.muon` passes it on to its Adam (`optax.nadam`),
-    where Jordan et al. 2024 use plain Adam.
+    Both use Nesterov momentum: `optax.contrib.muon` passes it on to its Adam (`optax.nadam`),
+    whereas Jordan et al. 2024 use plain Adam.
     """
     return optax.contrib.muon(
         -1.0,  # the learning rate and its sign, and weight decay, follow
@@ -309,13 +309,13 @@ def is_dotted(name: str) -> bool:
 
 
 def parse(text: str) -> tuple[str, Json]:
-    """The dotted name of an optimizer, and the arguments, which are Python literals.
+    """Split an optimizer's text into its dotted name and its arguments, Python literals by name.
 
     >>> parse("optax.contrib.muon(beta=0.9, ns_steps=3)")
     ('optax.contrib.muon', {'beta': 0.9, 'ns_steps': 3})
 
     Raises:
-      ValueError: it cannot be read.
+      ValueError: the text has another form.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -334,13 +334,13 @@ def parse(text: str) -> tuple[str, Json]:
 def named_optimizer(
     text: str, rate: optax.ScalarOrSchedule, weight_decay: float, decay_mask: PyTree
 ) -> optax.GradientTransformation:
-    """Calls the function that ``text`` names.
+    """Build the optimizer that ``text`` names.
 
     Args:
-      text: see `parse`; the function takes ``learning_rate``.
+      text: see `parse`; the named function must take ``learning_rate``.
       rate: the run's learning rate.
-      weight_decay: decoupled; passed on if the function takes ``weight_decay``.
-      decay_mask: of the parameters that decay, if the function takes a mask.
+      weight_decay: decoupled weight decay, passed on if the function takes ``weight_decay``.
+      decay_mask: which parameters decay, passed on if the function takes a mask.
 
     Raises:
       ValueError: there is no such function, or it does not accept these arguments.
@@ -351,7 +351,7 @@ def named_optimizer(
     if "learning_rate" not in takes:
         raise ValueError(f"optimizer.name {path} takes no learning_rate, so it is no optimizer")
     if weight_decay and ("weight_decay" in arguments or "weight_decay" not in takes):
-        raise ValueError(f"{path} has no or another weight_decay: set optimizer.weight_decay=0")
+        raise ValueError(f"{path} ignores or sets weight_decay: set optimizer.weight_decay=0")
     if "weight_decay" in takes:  # optax's own default is often not 0
         arguments.setdefault("weight_decay", weight_decay)
         for mask in ("mask", "weight_decay_mask"):
@@ -359,10 +359,10 @@ def named_optimizer(
                 arguments.setdefault(mask, decay_mask)
     try:
         optimizer = factory(learning_rate=rate, **arguments)
-    except Exception as error:  # of anybody's code
+    except Exception as error:  # the user's code may raise anything
         raise ValueError(f"optimizer.name {shown(text)}: {error}") from None
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ValueError(f"optimizer.name {path} makes no optax.GradientTransformation")
+        raise ValueError(f"optimizer.name {path} returns no optax.GradientTransformation")
     return optimizer
 
 

@@ -31,11 +31,11 @@ def conclude(
     Args:
       experiment: the run.
       work: its directory.
-      evaluator: of its model.
-      state: after the last step.
-      cost: of its algorithm.
-      saver: has the last and the best evaluation.
-      clock: of the run; None: time is not accounted for.
+      evaluator: computes the consensus model.
+      state: the state after the last step.
+      cost: bytes that a replica sends and keeps.
+      saver: knows the last and the best evaluation.
+      clock: accounts for the time of the run; None: the summary has no goodput.
       **entries: additional entries of the summary.
 
     Returns:
@@ -72,7 +72,7 @@ def conclude(
         plot.plot_runs([work.path])
     except (RunError, OSError, ValueError) as error:  # for example from MPLBACKEND
         work.console.say(f"no curves were drawn: {error}")
-    with work.console.announce("looking at the consensus model"):
+    with work.console.announce("trying the consensus model"):
         text = task.demonstrate(*local((mean, model_state)))
     work.console.say(text)
     for scores in tested.values():

@@ -1,6 +1,6 @@
-"""How a config becomes the settings of a run, and every check of them that needs no device.
+"""Turns a config into the settings of a run, and makes every check that needs no device.
 
-A config file returns an `ml_collections.ConfigDict`; `parse` reads it once, and everything else
+A config file returns an `ml_collections.ConfigDict`; `parse` reads it once, and all other code
 takes the frozen `Config`.
 """
 
@@ -32,18 +32,18 @@ from decent_jax.train.settings import SYNCHRONOUS, TRAINERS, Config
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
-ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
+ONE_HOST = "one_peer_exp"  # its choice within one host, and its stand-in until then
 
 _WORKERS = 32  # per core
 
 
 def trainer_of(config: Config) -> Any:
-    """What trains this config, one of `TRAINERS`: its ``check``, ``run`` and ``dry_run``."""
+    """The module of `TRAINERS` that trains this config, with ``check``, ``run``, ``dry_run``."""
     return TRAINERS[config.trainer].load()
 
 
 def config_class(task: str) -> type[Config]:
-    """`Config` with the sections of a task, of all trainers and of all methods.
+    """The subclass of `Config` with the sections of a task, of all trainers and of all methods.
 
     Raises:
       ConfigError: there is no such task.
@@ -68,7 +68,7 @@ def _composed(
             numbers = [(n, object, setting(x, method.help[n])) for n, x in method.numbers.items()]
             sections[name] = make_dataclass(name, numbers, frozen=True)
     parts = [(name, kind, section(kind)) for name, kind in sections.items()]
-    pickled = {"__reduce__": _reduced}  # to other processes
+    pickled = {"__reduce__": _reduced}  # on the way to other processes
     return make_dataclass("Config", parts, bases=(Config,), frozen=True, namespace=pickled)
 
 
@@ -85,21 +85,21 @@ def fields_of(task: str) -> Mapping[str, Field]:
 
 
 def table_of(config: ConfigDict) -> Mapping[str, Field]:
-    """`fields_of` the config's task; those of the default task where it names none."""
+    """`fields_of` for the config's task, or for the default task if it names none."""
     task = getattr(config, "task", None)
     return fields_of(task if isinstance(task, str) else Config.task)
 
 
 def default_config(task: str = Config.task) -> ConfigDict:
-    """Every field with its default; locked, so a misspelt field is an error."""
+    """A config with the default of every field; locked, so that a misspelt field is an error."""
     return fields.defaults(fields_of(task)).lock()
 
 
 def parse(config: ConfigDict) -> Config:
-    """The settings of a config, each of its type and within its bounds.
+    """Parse a config into its settings, and check their types and bounds.
 
     Raises:
-      ConfigError: naming the field, its value and what was expected.
+      ConfigError: a field is unknown or its value is wrong; the message names both.
     """
     values = values_of(config)
     fields.check(table_of(config), values)
@@ -107,7 +107,7 @@ def parse(config: ConfigDict) -> Config:
 
 
 def values_of(config: ConfigDict) -> Json:
-    """The values of a config, by their dotted names.
+    """The values of a config by dotted name.
 
     Raises:
       ConfigError: a placeholder has no value, or a section contains itself.
@@ -121,7 +121,7 @@ def values_of(config: ConfigDict) -> Json:
 
 
 def load_saved(workdir: str | Path) -> Any:
-    """The `Config` in a run folder.
+    """The `Config` that the run in ``workdir`` has saved.
 
     Missing fields get their defaults. Undeclared fields, such as those of a method that is not
     registered in this process, are dropped.
@@ -143,28 +143,28 @@ def load_saved(workdir: str | Path) -> Any:
 
 
 def from_values(values: Json) -> Config:
-    """The `Config` with these values, by dotted names; others have their defaults."""
+    """The `Config` with these values by dotted name, and defaults for all other fields."""
     kind = config_class(values["task"])
     defaults = {name: field.default for name, field in fields.table(kind).items()}
     return fields.build(kind, defaults | values)
 
 
 def validate(config: ConfigDict) -> None:
-    """Check everything that needs no device, as a run, `--check` and the planner do.
+    """Make every check that needs no device, as a run, `--check` and the planner do.
 
     Raises:
-      ConfigError: naming the field, its value and what was expected.
+      ConfigError: the config cannot be used; the message names the field and its value.
     """
     check_run(parse(config))
 
 
 def check_run(config: Config) -> None:
-    """`validate`, of a config that has been parsed."""
+    """As `validate`, for a parsed config."""
     trainer_of(config).check(config)
 
 
 def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
-    """What every kind of run checks; the ``check`` of each of `TRAINERS` calls it.
+    """Make the checks of every kind of run; the ``check`` of each of `TRAINERS` calls this.
 
     Returns:
       The schedule, and the plan if the config names one.
@@ -179,13 +179,13 @@ def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
     schedule = _check_method(config, plan)
     try:
         tasks.find(config.task).validate(config)
-    except OSError as error:  # of a path that is none
+    except OSError as error:  # a path that cannot exist
         raise ConfigError(f"{shown(error.filename)}: {error.strerror}") from None
     return schedule, plan
 
 
 def _check_sizes(config: Config) -> None:
-    """What neither the data, a model nor other processes decide."""
+    """Check what depends on neither the data, nor a model, nor other processes."""
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
     n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
@@ -222,17 +222,17 @@ def _check_sizes(config: Config) -> None:
 
 
 def check_cuts(config: Config, name: str) -> None:
-    """Refuse a number of micro-batches, of the field ``name``, that does not divide a batch."""
+    """Refuse a number of micro-batches, in the field ``name``, that does not divide a batch."""
     each = config.batch_size // config.num_replicas
     share = f"{each}, a replica's examples (batch_size {config.batch_size} / num_replicas)"
     check_rules(config, (each % fields.value_of(config, name) == 0, name, f"must divide {share}"))
 
 
 def load_plan(config: Config) -> Plan | None:
-    """The plan that ``cluster.plan`` names, if any; the planner makes it.
+    """The planner's plan that ``cluster.plan`` names; None if it is empty.
 
     Raises:
-      ConfigError: it cannot be read, or is for another number of replicas.
+      ConfigError: the plan cannot be read, or has other numbers of replicas or stages.
     """
     path = config.cluster.plan
     if not path:
@@ -248,7 +248,7 @@ def load_plan(config: Config) -> Plan | None:
         ("pipeline.stages", plan.stages, stages),
     ):
         if planned != wanted:
-            why = f"must be for {name} {wanted}, and this one is for {planned}"
+            why = f"must be for {name} {wanted}, but is for {planned}"
             raise ConfigError.about("cluster.plan", Path(path), why)
     return plan
 
@@ -260,16 +260,16 @@ def config_of_plan(config: AnyConfig, plan: Plan) -> AnyConfig:
 
 
 def changed(config: AnyConfig, **values: object) -> AnyConfig:
-    """A config with other values of some fields, by their dotted names."""
+    """A copy of a config with new values for some fields, by dotted name."""
     return fields.build(type(config), config.by_name | values)
 
 
 def make_schedule(config: Config, plan: Plan | None = None) -> topology.Schedule:
-    """The gossip schedule; of `all_reduce`, which sends no parameters, that of its sums.
+    """The communication schedule; for `all_reduce`, whose sums involve all replicas, "complete".
 
     Args:
-      config: of the run.
-      plan: the one that ``cluster.plan`` names, where the caller has read it.
+      config: the run's config.
+      plan: the plan that ``cluster.plan`` names, if the caller has already read it.
     """
     plan = plan or load_plan(config)
     try:
@@ -282,7 +282,7 @@ def make_schedule(config: Config, plan: Plan | None = None) -> topology.Schedule
 
 
 def _schedule(config: Config) -> topology.Schedule:
-    """The schedule that ``schedule`` names."""
+    """The schedule that the config names, without regard to a plan."""
     n = config.num_replicas
     if config.algorithm == "all_reduce":
         return topology.make("complete", n)
@@ -292,7 +292,7 @@ def _schedule(config: Config) -> topology.Schedule:
 
 
 def durations(config: Config, steps_per_epoch: int, steps: int) -> dict[str, int]:
-    """Every duration of the config by its name, in steps of a run of ``steps``."""
+    """Every duration of the config by field name, in steps; the run has ``steps`` in all."""
     return {
         name: in_steps(name, fields.value_of(config, name), steps_per_epoch, steps)
         for name, field in fields.table(type(config)).items()
@@ -301,7 +301,7 @@ def durations(config: Config, steps_per_epoch: int, steps: int) -> dict[str, int
 
 
 def drops_in_steps(config: Config, steps_per_epoch: int, steps: int) -> list[int]:
-    """Steps of ``lr_schedule.drops``, ascending."""
+    """The steps at which ``lr_schedule.drops`` lowers the learning rate, ascending."""
     name = "each of lr_schedule.drops"
     return sorted(in_steps(name, drop, steps_per_epoch, steps) for drop in _drops(config))
 
@@ -311,16 +311,16 @@ def _drops(config: Config) -> list[str]:
 
 
 def check_warmup(warmup: int, steps: int) -> None:
-    """Raises ConfigError if a cosine would start after the end of the run."""
+    """Raise ConfigError if the warm-up is longer than the run."""
     if warmup > steps:
         raise ConfigError.about("lr_schedule.warmup", warmup, f"must be at most {steps} steps")
 
 
 def refused_changes(old: Json, new: Json) -> list[str]:
-    """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
+    """Fields that differ but may not change in a resumed run, as "name: old -> new".
 
-    A field that the old run lacks, such as a number of a method registered since, counts with its
-    default there. ``batch_size`` may follow ``num_replicas``, so that a replica keeps its share.
+    For a field that the old run lacks, such as one of a method registered since, the default counts
+    as its old value. ``batch_size`` may change in proportion to ``num_replicas``.
     """
     table = fields_of(new["task"])
     old = {name: field.default for name, field in table.items()} | old
@@ -342,12 +342,12 @@ def refused_changes(old: Json, new: Json) -> list[str]:
 
 
 def changeable(task: str) -> str:
-    """The fields that a resumed run may change."""
+    """The names of the fields that a resumed run may change, comma-separated."""
     return ", ".join(name for name, field in fields_of(task).items() if field.may_change)
 
 
 def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
-    """Reject options that the method ignores; building it checks the rest. Returns its schedule."""
+    """Reject options that the method would ignore, and build it; returns its schedule."""
     name = config.algorithm
     check_rules(config, (name in METHODS, "algorithm", f"must be one of {', '.join(METHODS)}"))
     method, schedule = METHODS[name], make_schedule(config, plan)
@@ -378,7 +378,7 @@ def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
             "mix_rounds",
             f"must be 1: {name} has one round per mixing step",
         ),
-        (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
+        (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no gamma"),
         (exponent == 0 or has_gamma, "gamma_lr_exponent", f"must be 0: {name} has no gamma"),
         (
             exponent == 0 or config.learning_rate,
@@ -393,7 +393,7 @@ def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
 
 
 def _check_sharded(config: Config, schedule: topology.Schedule) -> None:
-    """What replicas of several devices need."""
+    """Check what sharding a replica over several devices requires."""
     n, k = config.num_replicas, config.mesh.fsdp
     each, several = config.batch_size // n // config.micro_batches, "where mesh.fsdp is above 1"
     groups = config.algorithm != "all_reduce" and schedule.partial_groups
@@ -402,5 +402,5 @@ def _check_sharded(config: Config, schedule: topology.Schedule) -> None:
         (config.mesh.devices in (0, n * k), "mesh.devices", f"must be 0 or {n * k} {several}"),
         (each % k == 0, "mesh.fsdp", f"must divide {each}, the examples of a micro-batch"),
         (not config.cluster.plan, "mesh.fsdp", "must be 1 with cluster.plan"),
-        (not groups, "schedule", f"must have no groups, as one_peer_exp, {several}"),
+        (not groups, "schedule", f"must be without groups, such as one_peer_exp, {several}"),
     )

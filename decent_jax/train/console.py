@@ -1,4 +1,4 @@
-"""What the user reads while a run lasts."""
+"""The terminal output of a run."""
 
 import contextlib
 import sys
@@ -33,7 +33,7 @@ class Console:
             print(message, file=sys.stderr, flush=True)
 
     def announce(self, message: str, once: bool = False) -> AbstractContextManager[None]:
-        """A context that prints what the user waits for; ``once``: only the first time."""
+        """A context that prints what the user is waiting for; ``once``: only the first time."""
         if once and message in self._announced:
             return contextlib.nullcontext()
         self._announced.add(message)
@@ -47,7 +47,7 @@ class Console:
 
     @contextlib.contextmanager
     def show_progress(self, steps: int | None, start: int) -> Generator[Progress]:
-        """A context with a `Progress` bar from ``start`` to ``steps``; None: unknown."""
+        """A context with a `Progress` bar from ``start`` to ``steps``, None if unknown."""
         with Progress(steps, start, quiet=self.quiet) as self._progress:
             try:
                 yield self._progress

@@ -19,8 +19,8 @@ from decent_jax.train.settings import Config
 class Blocks(NamedTuple):
     """When each round starts, and how many steps it takes.
 
-    schedule: of the rounds; None: no round ever starts.
-    mix_every: as in the config.
+    schedule: the communication schedule; None: no round ever starts.
+    mix_every: steps per round.
     delay: steps that a message overlaps; 0: it is sent and applied in the same step.
     """
 
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What a message is made of, before the steps that it overlaps."""
+    """The arrays from which a message is computed, as before the steps that it overlaps."""
 
     late: PyTree  # the parameters
     own: PyTree  # the method's own state
@@ -68,11 +68,11 @@ class Outgoing(NamedTuple):
 
 
 class DelayedStep(NamedTuple):
-    """Steps and the message that they overlap, as one program or in parts: code for one device.
+    """Code for one device: steps and the message that overlaps them, in one program or in parts.
 
     delayed: the messages of the method.
-    schedule: of its rounds.
-    placement: where the replicas live.
+    schedule: the communication schedule.
+    placement: the replicas and their devices.
     mixes_state: whether the model state is averaged too, when the message arrives.
     """
 
@@ -88,7 +88,7 @@ class DelayedStep(NamedTuple):
         return state._replace(opt_state=old._replace(own=())), outgoing
 
     def message(self, outgoing: Outgoing, rnd: int, after: PyTree = None) -> PyTree:
-        """Send and receive; see `decent_jax.optim.Delayed`."""
+        """Send the outgoing arrays; returns the received ones, see `decent_jax.optim.Delayed`."""
 
         def of_replica(outgoing: PyTree, after: PyTree):
             return self.delayed.depart(*outgoing, rnd, after)
@@ -146,7 +146,7 @@ class DelayedStep(NamedTuple):
 def loop_of(
     step: Code, state: PyTree, batches: Sequence[PyTree], t: jax.Array
 ) -> tuple[PyTree, list[dict[str, PyTree]]]:
-    """The steps from t on, as one `jax.lax.scan`."""
+    """Make the steps from t on in one `jax.lax.scan`; returns the state and each step's metrics."""
     if not batches:
         return state, []
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)

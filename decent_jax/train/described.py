@@ -1,6 +1,6 @@
-"""A config's step compiled for devices that are not here: ``train.py --check --on v5e:4x4``.
+"""Compiles a config's step for devices that are not here: ``train.py --check --on v5e:4x4``.
 
-XLA can compile for devices that are not here. Nothing runs: the result is a schedule, not a
+XLA needs only a description of the devices. Nothing runs: the result is a compiled schedule, not a
 measurement.
 """
 
@@ -40,7 +40,7 @@ from decent_jax.train.settings import Config
 MOST_DEVICES = 10_000
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _FORM = re.compile(r"(\w+):(\d+(?:x\d+)+)(?:,slices=(\d+))?")
-_EXAMPLES = "write v5e:4x4, tpu7x:2x2x1,slices=2 or h100:2x8 (nodes x GPUs of each)"
+_EXAMPLES = "write v5e:4x4, tpu7x:2x2x1,slices=2 or h100:2x8 (nodes x GPUs per node)"
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -61,11 +61,11 @@ H100_BANDWIDTH, H100_FLOPS = 3.35e12, 600e12  # bytes, and products of bfloat16,
 
 
 class Target(NamedTuple):
-    """Devices that are described to XLA, and need not be here.
+    """Devices that are described to XLA and need not be here.
 
     name: the value of ``--on``.
     by_process: the devices of each process.
-    memory: bytes of a device.
+    memory: bytes per device.
     clock: cycles per second of a TPU; None: a GPU, for which XLA estimates no cycles.
     """
 
@@ -81,11 +81,11 @@ class Target(NamedTuple):
         return experiment.slices_of(placement) or by_host
 
     def per_node(self, placement: Placement) -> int:
-        """Replicas on each slice or host."""
+        """Replicas per slice or host; 1 if these hold different numbers."""
         return experiment.replicas_per_host(self.nodes(placement))
 
     def seconds(self, kernel: hlo.Instruction) -> float:
-        """Of a kernel: the compiler's estimate, or of a GPU those of its bytes or products."""
+        """Estimated seconds of a kernel: on TPUs XLA's, on GPUs from its bytes and products."""
         if self.clock:
             return kernel.cycles / self.clock
         return max((kernel.read + kernel.written) / H100_BANDWIDTH, kernel.flops / H100_FLOPS)
@@ -95,7 +95,7 @@ def target(text: str) -> Target:
     """The devices that ``--on`` names.
 
     Raises:
-      ConfigError: there are no such ones, or their compiler is not installed.
+      ConfigError: no such devices are known, or their compiler is not installed.
     """
     match = _FORM.fullmatch(text)
     kind, sizes, slices = match.groups() if match else ("", "", None)
@@ -103,10 +103,10 @@ def target(text: str) -> Target:
         raise _refused(text, f"names no devices: {_EXAMPLES}")
     count = math.prod(map(int, sizes.split("x"))) * int(slices or 1)
     if not 0 < count <= MOST_DEVICES:
-        raise _refused(text, f"must name at least 1 and at most {MOST_DEVICES} devices")
+        raise _refused(text, f"must name from 1 to {MOST_DEVICES} devices")
     if kind == "h100":
         if slices or sizes.count("x") != 1:
-            raise _refused(text, "is not nodes x GPUs of each, such as h100:2x8")
+            raise _refused(text, "must be nodes x GPUs per node, such as h100:2x8")
         return Target(text, _gpus(text, *map(int, sizes.split("x"))), 84_942_979_072, None)
     devices = _tpus(text, f"{kind}:{sizes}", int(slices or 1))
     by_process: dict[int, list[jax.Device]] = {}
@@ -126,8 +126,8 @@ def _refused(text: str, why: str) -> ConfigError:
 
 def _tpus(text: str, topology: str, slices: int) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
-        raise _refused(text, "needs the compiler for TPUs, which pip install 'jax[tpu]' brings")
-    # There is no TPU whose metadata libtpu could ask for, and none that two processes could share.
+        raise _refused(text, "needs the compiler for TPUs: pip install 'jax[tpu]'")
+    # There is no TPU here whose metadata libtpu could query, or which processes could compete for.
     for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -150,8 +150,8 @@ def _gpus(text: str, processes: int, each: int) -> list[list[jax.Device]]:
         )
     except (NotImplementedError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
-        brings = "which pip install 'jax[cuda12]' brings"
-        raise _refused(text, f"needs XLA's compiler for GPUs, {brings} ({why})") from None
+        needed = "needs XLA's compiler for GPUs"
+        raise _refused(text, f"{needed}: pip install 'jax[cuda12]' ({why})") from None
     devices = list(described.devices)
     return [devices[k : k + each] for k in range(0, len(devices), each)]
 
@@ -168,7 +168,7 @@ class Described(NamedTuple):
     placement: Placement
     state: TrainState  # shapes of the stacked state, with the placement's shardings
     rnd: int | None
-    spans_steps: bool  # of a method with a delay: a message and the steps beside it
+    spans_steps: bool  # whether it makes all steps that a delayed message overlaps
 
 
 def place(config: Config, on: Target) -> Placement:
@@ -186,13 +186,13 @@ def place(config: Config, on: Target) -> Placement:
 
 
 def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = None) -> Described:
-    """The step for described devices.
+    """Compile the step of one round for described devices.
 
     Args:
-      config: of the run.
-      schedule: of the run.
+      config: the run's config.
+      schedule: its communication schedule.
       on: the devices.
-      rnd: of the schedule, modulo its period; None: the one that sends the most between hosts.
+      rnd: a round, taken modulo the period; None: the round that sends the most between hosts.
 
     Raises:
       ConfigError, DataError: the config or its data cannot be used.
@@ -249,12 +249,12 @@ def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = N
 
 
 def check_on(config: Config, text: str) -> list[str]:
-    """What a run of the config would need on the devices that ``--on`` names, in ten lines.
+    """Describe, in about ten lines, a run of the config on the devices that ``--on`` names.
 
     Raises:
-      ConfigError: it cannot run there, or does not fit; the sentence says what to change.
+      ConfigError: the run is impossible or does not fit there; the message says what to change.
     """
-    jax.config.update("jax_platforms", "cpu")  # the described devices are not to be looked for
+    jax.config.update("jax_platforms", "cpu")  # jax must not look for the described devices
     if config.trainer != config_lib.SYNCHRONOUS or config.cluster.plan:
         raise _refused(text, f"is for trainer={config_lib.SYNCHRONOUS} without a cluster.plan")
     schedule, _ = config_lib.check(config)
@@ -272,7 +272,7 @@ def check_on(config: Config, text: str) -> list[str]:
         step = compiled(config, schedule, on)
     except DataError as error:
         raise ConfigError(str(error)) from None
-    except RuntimeError as error:  # XLA's; or jax finds no cuDNN to ask for its version
+    except RuntimeError as error:  # from XLA, or from jax if it finds no cuDNN
         raise _refusal(config, on, str(error)) from None
     seconds = time.perf_counter() - began
     memory = xla.memory_of(step.program)
@@ -286,9 +286,9 @@ def _refusal(config: Config, on: Target, words: str) -> ConfigError:
     if "RESOURCE_EXHAUSTED" in words and "hbm" in words.lower() and len(sizes) > 1:
         return _too_large(config, on, *(f"{size}iB" for size in sizes[:2]))
     if words.startswith("cuDNN"):
-        brings = "pip install 'jax[cuda12]' brings it, or set model.attention=xla"
-        return _refused(on.name, f"needs cuDNN here for this config's attention: {brings}")
-    return _refused(on.name, f"cannot have this step, says XLA: {words.splitlines()[0]}")
+        either = "pip install 'jax[cuda12]', or set model.attention=xla"
+        return _refused(on.name, f"needs cuDNN here for this config's attention: {either}")
+    return _refused(on.name, f"cannot run this step; XLA says: {words.splitlines()[0]}")
 
 
 def _too_large(config: Config, on: Target, used: str, there: str) -> ConfigError:
@@ -323,7 +323,7 @@ def _lines(
     crossing = between.get("bytes_between_hosts_per_step")
     if crossing is not None:
         yield f"between {where}: {format_bytes(crossing)} per step sent by the busiest"
-    yield f"it fits: {memory}, which has {format_bytes(on.memory)}"
+    yield f"it fits: {memory}; a device has {format_bytes(on.memory)}"
     flops = step.task.flops_per_example * config.batch_size / config.num_replicas
     flops *= placement.block / placement.fsdp
     peak = peak_of(device.device_kind)
@@ -357,7 +357,7 @@ def _messages(on: Target, step: Described) -> Iterable[str]:
     yield (
         f"messages ({name}): {hlo.kinds(overlap.counted)}; the first starts after "
         f"{100 * overlap.first:.0f}% of the gradient, the last after {100 * overlap.last:.0f}%; "
-        f"at least {100 * overlap.least:.0f}% of it runs beside each"
+        f"at least {100 * overlap.least:.0f}% of it overlaps each"
     )
     exposed = "none"
     if overlap.exposed:

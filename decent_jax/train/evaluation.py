@@ -25,12 +25,12 @@ class Model(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates on the task's validation source, every record once, shared over the devices.
+    """Evaluates on the task's validation source, each record once, spread over the devices.
 
     Args:
-      config: of the run; ``eval`` and the batch size.
+      config: the run's config, for its ``eval`` section and batch size.
       task: model, loss and data.
-      placement: of the replicas.
+      placement: the replicas and their devices.
 
     Attributes:
       pause: called between two batches, equally often in every process; it may raise.
@@ -49,7 +49,7 @@ class Evaluator:
             return jax.jit(body, out_shardings=placement.stacked)
 
         def total(f: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
-            # Row by row: evaluation never needs more memory than one replica's batch.
+            # Row by row, so that evaluation never needs more memory than one replica's batch.
             return jax.tree.map(lambda x: x.sum(axis=0)[None], jax.lax.map(f, rows))
 
         def consensus_on_device(
@@ -63,7 +63,7 @@ class Evaluator:
             def of_replica(own: PyTree):
                 replica, *model = own
                 sums = total(lambda row: task.evaluate(*model, *row), (batch, weights))
-                # In its own place of (n,), so that their sum over the replicas has all of them.
+                # Each replica fills its own entry of (n,), so the sum over replicas has them all.
                 return jax.tree.map(lambda x: jnp.where(everyone == replica, x, 0), sums)
 
             return jax.lax.map(of_replica, (placement.replica_ids(), params, model_state))
@@ -108,9 +108,9 @@ class Evaluator:
         return row, model
 
     def of_replicas(self, state: TrainState) -> dict[str, float]:
-        """Metrics of the replicas alone: ``top1_worst``, the least of them, and ``top1_mean``.
+        """Metrics of the separate replicas: ``top1_worst``, the lowest, and ``top1_mean``.
 
-        The worst loss is the largest. Each has the statistics of its own training.
+        The worst loss is the highest. Each replica is evaluated with its own model state.
         """
         with eval_batches(self._config, self.task, self.placement) as batches:
             sums = self._total(
@@ -123,7 +123,7 @@ class Evaluator:
         return {f"{name}_worst": float(x) for name, x in worst.items()} | means
 
     def consensus(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
-        """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""
+        """Metrics of one model, without replica dimension, such as ``{"loss": 2.1}``."""
         model_state = self.consensus_state(params, model_state)
         with eval_batches(self._config, self.task, self.placement) as batches:
             total = self._total(
@@ -132,7 +132,7 @@ class Evaluator:
         return {name: float(value) for name, value in _averages(jax.device_get(total)).items()}
 
     def consensus_state(self, params: PyTree, model_state: PyTree) -> PyTree:
-        """The state with which to evaluate ``params``: ``model_state``, or a recomputed one.
+        """The model state with which to evaluate ``params``: ``model_state``, or a recomputed one.
 
         The task recomputes it on the same training batches at every evaluation.
         """
@@ -156,7 +156,7 @@ class Evaluator:
         return self._from_moments(total, float(rows))
 
     def _total(self, parts: Iterable[PyTree]):
-        """The sum over the parts and over the leading dimension of each."""
+        """The sum of all parts, each summed over its leading dimension."""
         total: PyTree = None
         for sums in parts:
             if total is None:

@@ -36,7 +36,7 @@ from decent_jax.train.workdir import Workdir, open_workdir
 
 
 class Experiment(NamedTuple):
-    """A run, ready to be trained."""
+    """A checked run with everything that training needs."""
 
     config: Config
     task: Task
@@ -44,11 +44,11 @@ class Experiment(NamedTuple):
     placement: Placement
     partition: partition.Partition | None  # None: every replica reads all records
     steps: int
-    every: dict[str, int]  # the durations of the config, in steps
+    every: dict[str, int]  # durations of the config by field name, in steps
     rate: optax.Schedule
     tx: Method
-    hosts: list[str]  # of each replica
-    per_host: int  # replicas on each host (TPU slice); 1 where these hold different numbers
+    hosts: list[str]  # host name of each replica
+    per_host: int  # replicas per host (TPU slice); 1 if hosts hold different numbers
 
 
 @contextlib.contextmanager
@@ -58,10 +58,10 @@ def open_experiment(
     """Check the config, start jax, open the run directory and build the run.
 
     Args:
-      config: of the run.
-      workdir: its directory.
-      sharing: number of runs that share ``batch_size``, for peers, each with its own run.
-      checked: another process has checked that the method fits the model.
+      config: the run's config.
+      workdir: the run directory.
+      sharing: number of runs that share ``batch_size``: of peers, each has its own run.
+      checked: whether another process has already checked that the method fits the model.
 
     Raises:
       ConfigError: the config, the data or the run directory cannot be used; nothing has been
@@ -106,14 +106,14 @@ def open_experiment(
 
 
 def _devices_used(run: Experiment) -> Iterator[str]:
-    """Lines for the log: which device holds which replicas, and which of the data each reads."""
+    """Log lines: which device holds which replicas, and how the records are partitioned."""
     placement, used, there = run.placement, run.placement.mesh.devices.size, jax.device_count()
     if placement.num_replicas > 1:
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
         yield cluster.table(devices, placement.block)
     if used < there and not run.config.mesh.devices:
         yield (
-            f"{used} of {there} devices are used, the others idle: let num_replicas be a "
+            f"{used} of {there} devices are used and the others are idle: set num_replicas to a "
             f"multiple of {there // placement.fsdp}"
         )
     if placement.fsdp > 1:
@@ -123,7 +123,7 @@ def _devices_used(run: Experiment) -> Iterator[str]:
 
 
 def _place(config: Config, plan: Plan | None) -> Placement:
-    """The replicas on devices, in the order of the plan if there is one."""
+    """Place the replicas on devices, in the order of the plan if there is one."""
     fsdp = config.mesh.fsdp
     devices = cluster.choose_devices(config.num_replicas * fsdp, config.mesh.devices)
     if plan is not None:
@@ -135,10 +135,10 @@ def _place(config: Config, plan: Plan | None) -> Placement:
 
 
 def _partition(config: Config, task: Task) -> partition.Partition | None:
-    """Which training records belong to which replica; None: every replica reads all of them.
+    """Partition the training records among replicas; None: every replica reads all of them.
 
-    It is drawn from the seed at every start, so a resumed run has the same partition; with another
-    number of replicas, it is a new one.
+    The partition is drawn from the seed at every start, so a resumed run gets the same one unless
+    its number of replicas has changed.
     """
     if config.data.partition == "iid":
         return None
@@ -152,18 +152,18 @@ def _partition(config: Config, task: Task) -> partition.Partition | None:
 
 
 def durations(config: Config, task: Task) -> tuple[int, dict[str, int], optax.Schedule]:
-    """The steps of the run, its other durations in steps, and the learning rate."""
+    """The number of steps, the other durations in steps by field name, and the learning rate."""
     epoch = loader.steps_per_epoch(
         task.train_source, config.batch_size, config.num_replicas, config.seed
     )
     steps = round(config.epochs * epoch) if config.epochs else config.steps
     if steps < 1:
-        raise ConfigError.about("epochs", config.epochs, f"must be at least a step of {epoch}")
+        raise ConfigError.about("epochs", config.epochs, f"must be at least one step, 1 / {epoch}")
     if steps > LARGEST[int]:
-        wanted = f"must be at most {LARGEST[int]} steps, {epoch} each"
+        wanted = f"must be at most {LARGEST[int]} steps, at {epoch} per epoch"
         raise ConfigError.about("epochs", config.epochs, wanted)
     if config.mix_every > steps:
-        wanted = f"must be at most {steps}, the steps of the run: replicas would never average"
+        wanted = f"must be at most {steps}, the steps of the run, or replicas never average"
         raise ConfigError.about("mix_every", config.mix_every, wanted)
     every = config_lib.durations(config, epoch, steps)
     warmup = every["lr_schedule.warmup"]
@@ -179,7 +179,7 @@ def durations(config: Config, task: Task) -> tuple[int, dict[str, int], optax.Sc
 # replicas, more than one, averaging inside the hosts first sends one model per host and round;
 # `ONE_HOST` sends up to as many models as the host has replicas. The planner, which knows the
 # links, chooses the same if a host can send about one model per step; on slower links it skips
-# rounds, on faster ones it also sends more: tests/train/test_hosts.py.
+# rounds, on faster ones it sends more models: tests/train/test_hosts.py.
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
 # As good as `ONE_HOST`, but only for 2^k replicas; XLA on GPUs then needs only communicators of two
 # devices.
@@ -187,7 +187,7 @@ PAIRS = "hypercube"
 
 
 def hosts_of(placement: Placement) -> list[str]:
-    """The host of each replica; all processes must call it at the same point."""
+    """The host name of each replica; all processes must call this at the same point."""
     names = cluster.hosts()
     return [names[device.process_index] for device in placement.device_of_each]
 
@@ -214,11 +214,11 @@ def replicas_per_host(hosts: Sequence[object]) -> int:
 
 
 def settle(config: Config, per_host: int, folder: str | Path, on_gpus: bool = False) -> Config:
-    """The config with the schedule that ``auto`` stands for, and its ``replicas_per_node``.
+    """Replace the schedule ``auto`` in a config, and set ``replicas_per_node`` to match.
 
-    It is that of the run in ``folder``, if that run has as many replicas; otherwise `WITHIN_HOSTS`
-    if several hosts hold ``per_host`` replicas each, more than one; otherwise `PAIRS` on GPUs. If
-    the method or a sharded replica refuses these, and in all other cases, it is `ONE_HOST`.
+    A run in ``folder`` with the same number of replicas keeps its schedule. A new run gets
+    `WITHIN_HOSTS` on several hosts with ``per_host`` > 1 replicas each, else `PAIRS` on GPUs. In
+    all other cases, or if the method or a sharded replica rules these out, it gets `ONE_HOST`.
     """
     with contextlib.suppress(ConfigError):  # no run there; a damaged one is refused later
         saved = load_saved(folder)
@@ -239,7 +239,7 @@ def settle(config: Config, per_host: int, folder: str | Path, on_gpus: bool = Fa
 
 
 def _is_possible(config: Config) -> bool:
-    """Whether the method accepts the schedule."""
+    """Whether the config's method accepts its schedule."""
     try:
         algorithm.transformation(config, make_schedule(config), 1.0)
     except ConfigError:
@@ -305,9 +305,9 @@ def check_state(placement: Placement, state: PyTree, together: int = 1) -> None:
     """Check that this machine can hold the replicas of its processes.
 
     Args:
-      placement: of the replicas.
+      placement: the replicas and their devices.
       state: shapes of one replica's parameters and of its method's state.
-      together: processes on this machine.
+      together: number of the run's processes on this machine.
     """
     each = algorithm.bytes_of(state)
     count = len(placement.local_replicas) * together
@@ -322,7 +322,7 @@ def _check_on_device(source: Sequence[PyTree], tx: Method, placement: Placement)
         why = "must be False with several processes, and with messages that overlap several steps"
         raise refusal(True, why)
     if not loader.is_fixed(source):
-        why = f"must be False: {type(source).__name__} makes other records at every visit"
+        why = f"must be False: {type(source).__name__} returns other records at every visit"
         raise refusal(True, why)
     size = loader.bytes_of_all(source)
     limits: dict[str, int] = placement.mesh.devices.flat[0].memory_stats() or {}
@@ -331,7 +331,7 @@ def _check_on_device(source: Sequence[PyTree], tx: Method, placement: Placement)
         machine.check_memory(size * placement.mesh.devices.size, "data.on_device")
     elif size > there // 2:
         why = (
-            f"must be False: the records have {format_bytes(size)}, a device {format_bytes(there)}"
+            f"must be False: records take {format_bytes(size)}, a device has {format_bytes(there)}"
         )
         raise refusal(True, why)
 
@@ -342,10 +342,10 @@ def check_batch(
     """Check that there are enough examples, and that the prefetched batches fit into memory.
 
     Args:
-      config: of the run.
-      source: of the training examples.
-      processes: that share a batch.
-      together: those on this machine.
+      config: the run's config.
+      source: the training examples.
+      processes: number of processes that share a batch.
+      together: number of these on this machine.
     """
     if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
         return

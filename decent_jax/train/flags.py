@@ -38,10 +38,10 @@ number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 broken pipe).
 
 
 def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | None]:
-    """The config with its overrides, and the working directory, None with ``--check``.
+    """The config with its overrides, and the run directory, which is None with ``--check``.
 
     Args:
-      argv: of the command line.
+      argv: arguments of the command line.
       prog: name of the command, for messages.
 
     Raises:
@@ -60,7 +60,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         help="config file, or the name of one included in the package: " + ", ".join(CONFIGS),
     )
     parser.add_argument("--workdir", metavar="DIR", help="directory of the run's files")
-    parser.add_argument("--show", action="store_true", help="print the config and leave")
+    parser.add_argument("--show", action="store_true", help="print the config and exit")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -69,8 +69,8 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
     parser.add_argument(
         "--on",
         metavar="DEVICES",
-        help="with --check: compile for devices that are not here, and time nothing: v5e:4x4, "
-        "tpu7x:2x2x1,slices=2, h100:2x8 (nodes x GPUs of each)",
+        help="with --check: compile for devices that need not be here, and time nothing: v5e:4x4, "
+        "tpu7x:2x2x1,slices=2, h100:2x8 (nodes x GPUs per node)",
     )
     known, rest = parser.parse_known_args(argv)
     config = override_all(load(known.config), rest)
@@ -78,7 +78,7 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         print(_shown(config))
         sys.exit(0)
     if known.on is not None and not known.check:
-        why = "goes with --check: on devices that are only described nothing is trained"
+        why = "must come with --check: devices that are only described cannot train"
         raise ConfigError.about("--on", known.on, why)
     if known.on is not None:
         from decent_jax.train import described
@@ -107,11 +107,11 @@ def _shown(config: ConfigDict) -> str:
 def load(path_and_arguments: str) -> ConfigDict:
     """``get_config(arguments)`` of a config file; ``arguments`` is the text after the colon.
 
-    A file included in the package is known by its name: ``"quickstart"``. A file may import modules
-    next to it, like a program.
+    Files included in the package go by their names, such as ``"quickstart"``. A file may import
+    modules from its own folder, as a script may.
 
     Raises:
-      ConfigError: there is no such file, or it fails, or returns no config.
+      ConfigError: there is no such file, it fails, or it returns no config.
     """
     name, _, arguments = path_and_arguments.partition(":")
     # also False if the name is too long for a file
@@ -119,10 +119,10 @@ def load(path_and_arguments: str) -> ConfigDict:
     if path is None:
         known = "" if name.endswith(".py") else f"; the package has {', '.join(CONFIGS)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
-    folder = str(Path(path).resolve().parent)  # of a link, its target, as in Python
+    folder = str(Path(path).resolve().parent)  # that of a link's target, as in Python
     if folder not in sys.path:
         sys.path.append(folder)
-        inherited = os.environ.get("PYTHONPATH", "")  # by peers and workers on this machine
+        inherited = os.environ.get("PYTHONPATH", "")  # for peers and workers on this machine
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, folder]))
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
@@ -131,7 +131,7 @@ def load(path_and_arguments: str) -> ConfigDict:
         config = get_config(arguments) if arguments else get_config()
     except (ConfigError, Unavailable, KeyboardInterrupt):
         raise
-    except BaseException as error:  # of anybody's code
+    except BaseException as error:  # the user's code may raise anything
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
@@ -140,7 +140,7 @@ def load(path_and_arguments: str) -> ConfigDict:
 
 
 def override_all(config: ConfigDict, arguments: list[str]) -> ConfigDict:
-    """``config`` itself, after setting the fields in ``--config.NAME=VALUE``."""
+    """Set the fields given as ``--config.NAME=VALUE``; returns ``config`` itself."""
     for name, text in _overrides(arguments):
         override(config, name, text)
     return config
@@ -161,7 +161,7 @@ def _in_a_line(error: BaseException) -> str:
         error = error.args[0]
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    except Exception:  # it is anybody's code, too
+    except Exception:  # the user's class may fail to print, too
         return "it cannot be printed"
     lines = [line for line in text.splitlines() if line.strip()]
     hint = f" {lines[-1]}" if len(lines) > 1 and lines[-1].startswith("Did you mean") else ""

@@ -44,17 +44,17 @@ class Instruction(NamedTuple):
 
     name: str
     opcode: str
-    scope: str  # as jax.named_scope has it, with the function and the primitive
+    scope: str  # the path of jax.named_scope, with the function and the primitive
     operands: list[str]
     read: int  # bytes
     written: int  # bytes
-    flops: float  # of matrix products of a GPU, otherwise 0
-    cycles: float  # as XLA estimates them on TPUs, otherwise 0; a loop has those of all its turns
+    flops: float  # of a matrix product on a GPU, otherwise 0
+    cycles: float  # XLA's estimate on TPUs, otherwise 0; for a loop, of all its iterations
     inside: tuple[str, ...]  # collectives in the computations that it calls
 
 
 def entry(text: str) -> list[Instruction]:
-    """The instructions of ``compiled.as_text()``, in the order in which they are started.
+    """The instructions of ``compiled.as_text()``, in the order in which they start.
 
     Raises:
       ValueError: unknown syntax, which might contain a message.
@@ -95,7 +95,7 @@ def entry(text: str) -> list[Instruction]:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation by its name, ``"ENTRY"`` for the one that runs."""
+    """The lines of each computation by its name, which is ``"ENTRY"`` for the program itself."""
     computations: dict[str, list[str]] = {}
     lines: list[str] | None = None
     for line in text.splitlines():
@@ -116,7 +116,7 @@ def _check_known(opcode: str, line: str) -> None:
     unknown = _SUSPECT.search(base) and base not in _MESSAGES
     if unknown or (target and _SUSPECT_TARGET.search(target[1])):
         what = target[1] if target else opcode
-        raise ValueError(f"{what} looks like a message, and this reader does not know it")
+        raise ValueError(f"{what} looks like a message of an unknown kind")
 
 
 def _called(line: str) -> list[str]:
@@ -124,7 +124,7 @@ def _called(line: str) -> list[str]:
 
 
 def _collectives(line: str, computations: dict[str, list[str]]) -> list[str]:
-    """The collectives in what an instruction calls, and in what that calls."""
+    """The collectives in all computations that an instruction calls, directly or not."""
     collectives: list[str] = []
     for name in _called(line):
         for inner in computations.get(name, ()):
@@ -137,7 +137,7 @@ def _collectives(line: str, computations: dict[str, list[str]]) -> list[str]:
 
 
 def _cycles(line: str, computations: dict[str, list[str]]) -> float:
-    """The compiler's own estimate of an instruction; of a loop that of its body in every turn."""
+    """XLA's estimate for an instruction, in cycles; for a loop, of all its iterations."""
     own = re.search(r'"estimated_cycles":"(\d+)"', line)
     if own:
         return float(own[1])
@@ -173,14 +173,14 @@ class Window(NamedTuple):
     kind: str  # such as "collective-permute"
     start: int  # index among the instructions
     done: int  # likewise; equal to ``start`` where nothing can run beside it
-    nbytes: int  # of a "recv" 0: its "send" has them
+    nbytes: int  # 0 for a "recv", whose "send" has them
 
 
 def windows(instructions: list[Instruction]) -> list[Window]:
     """The messages of the entry computation, without those in loops.
 
     Raises:
-      ValueError: an end without a start.
+      ValueError: a message ends that has not started.
     """
     starts = {op.name: k for k, op in enumerate(instructions)}
     spans: list[Window] = []
@@ -193,7 +193,7 @@ def windows(instructions: list[Instruction]) -> list[Window]:
         elif op.opcode.endswith("-done"):
             begins = next((starts[name] for name in op.operands if name in starts), None)
             if begins is None:
-                raise ValueError(f"{op.name} ends what has no start")
+                raise ValueError(f"{op.name} ends a message that has no start")
             kind = base if base in _MESSAGES else next(iter(instructions[begins].inside), None)
             if kind is not None:
                 nbytes = {"send": instructions[begins].read, "recv": 0}.get(kind, op.written)
@@ -204,7 +204,7 @@ def windows(instructions: list[Instruction]) -> list[Window]:
 def outline(instructions: list[Instruction]) -> str:
     """Messages and loops in the order in which they start and end, as ``2 all-gather-start, loop``.
 
-    A message that is not split into a start and an end is written without either.
+    A message that is not split into a start and an end appears under its plain name.
     """
     names = [
         "loop" if op.opcode == "while" else op.opcode
@@ -216,7 +216,7 @@ def outline(instructions: list[Instruction]) -> str:
 
 
 def kinds(messages: list[Window]) -> str:
-    """How many there are of each kind, as ``8 collective-permute, 2 all-reduce``."""
+    """The number of messages of each kind, as ``8 collective-permute, 2 all-reduce``."""
     counts = collections.Counter(message.kind for message in messages)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
@@ -225,24 +225,24 @@ HIDDEN = 0.5  # of the gradient's time
 
 
 class Overlap(NamedTuple):
-    """How much of the gradient overlaps the messages; all are shares of its time.
+    """How much of the gradient overlaps the messages, as fractions of the gradient's time.
 
     If a round has permutes, only these use the links between nodes, and only they count.
     """
 
-    first: float  # over when the first message starts
-    last: float  # over when the last one does
-    least: float  # between start and end of the message that has least
-    exposed: list[Window]  # messages beside which less than `HIDDEN` of it runs
-    counted: list[Window]
+    first: float  # fraction done when the first message starts
+    last: float  # fraction done when the last message starts
+    least: float  # smallest fraction that overlaps one message
+    exposed: list[Window]  # messages that overlap less than `HIDDEN` of the gradient
+    counted: list[Window]  # messages behind the three fractions
 
 
 def overlap(instructions: list[Instruction], time: Callable[[Instruction], float]) -> Overlap:
     """How the messages overlap the gradient.
 
     Args:
-      instructions: of `entry`.
-      time: of a kernel, in any unit.
+      instructions: the result of `entry`.
+      time: returns the time of a kernel, in any unit.
 
     Raises:
       ValueError: the program has no message, or no kernel of a gradient.

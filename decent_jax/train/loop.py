@@ -32,7 +32,7 @@ class Runner(Observed, Protocol):
     Attributes:
       checkpoints: on disk, as `decent_jax.checkpoints.on_disk.Checkpointer`.
       memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
-      messages: their entries in ``run.json``, see `decent_jax.train.algorithm.messages`.
+      messages: entries of ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
 
     checkpoints: Any
@@ -42,33 +42,33 @@ class Runner(Observed, Protocol):
     def memory(self) -> MemoryCheckpoints | None: ...
 
     def restore(self) -> tuple[int, Json]:
-        """Restore the newest checkpoint, or create a state; returns steps done, and the meta."""
+        """Restore the newest checkpoint or create a state; returns steps done and its metadata."""
         ...
 
     def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager[None]:
-        """A context with everything that steps need, such as data.
+        """A context that provides what the steps need, such as data.
 
         Args:
-          start: the first step.
+          start: number of the first step.
           ahead: data position minus step count, in steps.
           clock: records compilation and data waits.
         """
         ...
 
     def step(self, done: int, until: int) -> list[Json]:
-        """Dispatch some steps after ``done``, at most up to ``until``; none ends the run.
+        """Dispatch steps after ``done``, at most up to ``until``; an empty list ends the run.
 
         Returns:
-          For each step the metrics of `decent_jax.train.step.make_step`, and under ``measured``
-          the task's own numbers about its batch.
+          For each step, the metrics of `decent_jax.train.step.make_step` and, under ``measured``,
+          the task's measurements of its batch.
 
         Raises:
-          DataError: a record cannot be used; the state is still that after ``done`` steps.
+          DataError: a record cannot be used; the state is still the one after ``done`` steps.
         """
         ...
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> Json:
-        """The summary, after a checkpoint of the last step is saved."""
+        """Conclude the run after its last checkpoint was saved; returns the summary."""
         ...
 
 
@@ -80,8 +80,8 @@ def train(
     Args:
       runner: makes the steps.
       work: the run directory.
-      clock: of the run; tests pass their own.
-      signals: that end it, polled after each step; tests pass their own.
+      clock: accounts for the time of the run; tests pass their own.
+      signals: end the run, polled after each step; tests pass their own.
 
     Raises:
       TrainingFailed, CheckpointError, Interrupted: see `decent_jax.train.run`.
@@ -155,10 +155,10 @@ def make_steps(
     pause: Pause,
     steps: int,
 ) -> None:
-    """Make the steps up to ``steps``, or until a signal, and between them whatever falls due.
+    """Make steps until there are ``steps`` or a signal arrives; let observers act between them.
 
-    Every process makes the same steps with the same observers: the processes first agree on what
-      only one of them knows (the time, a signal).
+    Every process makes the same steps and runs the same observers, because the processes first
+    agree on what only one of them knows: the time, or a signal.
     """
     while (before := rows.done) < steps:
         metrics = runner.step(before, next_due(runner.experiment, before, steps))
@@ -197,14 +197,14 @@ def next_due(experiment: Experiment, done: int, steps: int) -> int:
 def give_up(
     error: DataError, rows: Rows, saver: Saver, work: Workdir, signals: Signals
 ) -> NoReturn:
-    """End a run whose data cannot be used, after the steps that it has made."""
+    """End a run at a record that cannot be used, once the steps before it have ended."""
     rows.settle()
     next_time = f"once fixed, {what_next(saver.checkpoints.workdir)}"
-    if jax.process_count() == 1:  # otherwise the others are in the next step
+    if jax.process_count() == 1:  # other processes would already be in the next step
         if rows.done:
             saver.act(rows.done)
         next_time = saver.what_next()
-        if rows.done and signals.received is not None:  # which the data did not outlast
+        if rows.done and signals.received is not None:  # it would have ended the run anyway
             stop(rows, saver, work, signals)
     raise TrainingFailed(f"{error}; {next_time}") from None
 

@@ -1,4 +1,4 @@
-"""What falls due between the steps of a run, with `decent_jax.train.saver.Saver`."""
+"""Observers act between the steps of a run, as does `decent_jax.train.saver.Saver`."""
 
 from typing import Protocol
 
@@ -13,26 +13,26 @@ from decent_jax.train.signals import Halted, Signals
 
 
 class Observer(Protocol):
-    """Something that falls due between two steps; the same in all processes.
+    """Work that falls due between two steps, after the same steps in all processes.
 
     Attributes:
-      waits: whether it acts only once the steps have ended; otherwise it waits for their row alone,
-        if they end one.
+      waits: whether it acts only once the steps have ended; otherwise it waits for them only if
+        they end a row.
     """
 
     waits: bool
 
     def due(self, before: int, done: int) -> bool:
-        """Whether it fell due in the steps after ``before`` up to ``done``."""
+        """Whether it fell due after step ``before``, up to step ``done``."""
         ...
 
     def act(self, done: int) -> None:
-        """Do it, after ``done`` steps."""
+        """Do the work, after ``done`` steps."""
         ...
 
 
 class Evaluating:
-    """Evaluates the run, and writes the row and the seconds per category until then."""
+    """Evaluates the run, and writes a row with the evaluation and the goodput so far."""
 
     waits = True
 
@@ -48,7 +48,7 @@ class Evaluating:
         return done >= experiment.steps or passed(experiment.every["eval.every"], before, done)
 
     def act(self, done: int) -> None:
-        """See `Observer`; nothing where these steps have been evaluated.
+        """See `Observer`; does nothing if this step has already been evaluated.
 
         Raises:
           Halted: a signal stops the run, before or during the evaluation.
@@ -67,7 +67,7 @@ class Evaluating:
 
 
 class Pause:
-    """A boundary at which all processes agree to save or to stop: between two steps, or batches.
+    """Boundaries between steps, or batches, at which all processes agree to save or to stop.
 
     Attributes:
       stops: whether they have agreed to stop.
@@ -78,22 +78,22 @@ class Pause:
         self.stops = False
 
     def agree(self, between_steps: bool) -> None:
-        """Come to a boundary; only one between two steps is one at which time saves."""
+        """Reach a boundary; only between two steps can elapsed time lead to a checkpoint."""
         received = self._signals.received is not None
         late = between_steps and self._saver.late()
         saves, self.stops = self._agreement.at_boundary(late, received)
         self._saver.agreed |= saves or self.stops
 
     def __call__(self) -> None:
-        """Called between two batches of an evaluation; raises Halted, in all processes, soon after
-        one of them received a signal."""
+        """Call between two batches of an evaluation; raises Halted in all processes, soon after one
+        of them received a signal."""
         self.agree(between_steps=False)
         if self.stops:
             raise Halted
 
 
 class SavingInMemory:
-    """Saves in-memory checkpoints; the run does not wait for their steps."""
+    """Saves in-memory checkpoints, without waiting for the steps to end."""
 
     waits = False
 
@@ -101,7 +101,7 @@ class SavingInMemory:
         self._runner, self._memory, self._rows, self._saver = runner, memory, rows, saver
 
     def due(self, before: int, done: int) -> bool:
-        """See `Observer`; while the period is `AUTOMATIC`, at each row."""
+        """See `Observer`; due at each row until `AUTOMATIC` has become a period."""
         every = self._memory.every
         return self._rows.ends(before, done) if every == AUTOMATIC else passed(every, before, done)
 

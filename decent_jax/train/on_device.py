@@ -1,7 +1,7 @@
-"""Training records that stay on the devices; then several steps can be one program.
+"""Training records that stay on the devices, so that one program can make several steps.
 
-Nothing runs on the host between the steps of a program, which matters if a step takes less than a
-few milliseconds.
+The host then has nothing to do between the steps of a program, which matters if a step takes less
+than a few milliseconds.
 """
 
 import copy
@@ -14,11 +14,11 @@ from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.pytree import PyTree
 from decent_jax.train.experiment import Experiment
 
-MOST = 64  # steps of a program
+MOST = 64  # steps per program
 
 
 def read_records(experiment: Experiment) -> tuple[PyTree, Experiment]:
-    """All training records, on every device, and the experiment whose batches number them.
+    """All training records, on every device, and an experiment whose batches are their indices.
 
     Raises:
       ConfigError: a record cannot be used.
@@ -39,7 +39,7 @@ def read_records(experiment: Experiment) -> tuple[PyTree, Experiment]:
 
 
 def steps_together(every: int) -> int:
-    """Steps of a program, for rows that come ``every`` steps.
+    """Steps per program: the largest divisor of ``every``, the steps per row, up to `MOST`.
 
     >>> [steps_together(every) for every in (1, 50, 64, 100, 1000)]
     [1, 50, 64, 50, 50]

@@ -28,11 +28,11 @@ _MOST_REPLICAS = 64  # most replicas whose own losses are in a row
 
 
 class Observed(Protocol):
-    """What rows and observers see of a run, the part of `decent_jax.train.loop.Runner` for them.
+    """The part of `decent_jax.train.loop.Runner` that rows and observers use.
 
     Attributes:
-      experiment: what is trained.
-      state: the state to save; None if the checkpoints know it themselves.
+      experiment: the run.
+      state: the state to save; None if other processes hold it and save it themselves.
       evaluate: ``pause -> (the eval/ metrics, the evaluated model)``; ``pause()`` is called between
         two batches, equally often in every process, and may raise. None: another process evaluates
         the run, accounts for its time and shows the time left.
@@ -47,18 +47,18 @@ class Observed(Protocol):
     def evaluate(self) -> Evaluate | None: ...
 
     def consensus(self) -> Consensus:
-        """That of the state, which may still be computing."""
+        """The consensus distance of the state; its arrays may still be computing."""
         ...
 
     def measured(self, done: int, steps: int, seconds: float) -> dict[str, float]:
-        """More entries of the row of the last ``steps`` steps, which took ``seconds``."""
+        """Further entries for the row of the last ``steps`` steps, which took ``seconds``."""
         ...
 
 
 def passed(every: int, before: int, done: int) -> bool:
-    """Whether something that is due ``every`` steps (0: never) became due in these steps.
+    """Whether work due ``every`` steps (0: never) fell due after step ``before``, up to ``done``.
 
-    If a message overlaps several steps, it waits until the message has arrived.
+    If a message overlaps several steps, the work waits until the message has arrived.
 
     >>> [passed(10, 18, done) for done in (19, 20, 21)], passed(0, 18, 20)
     ([False, True, True], False)
@@ -67,10 +67,10 @@ def passed(every: int, before: int, done: int) -> bool:
 
 
 class Rows:
-    """Waits for the steps, one step late; writes their rows, shows them, reports problems.
+    """Waits for steps one step late, writes and shows their rows, and reports problems.
 
-    The next `add` waits for the steps of the previous one and writes their row, so that the devices
-    have work meanwhile; `settle` does so earlier.
+    Each `add` waits for the steps of the previous one and writes their row, so that the devices
+    have work meanwhile; `settle` does so without new steps.
 
     Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
     row; the learning rate, the skipped updates and the consensus distance are those of its last
@@ -78,16 +78,16 @@ class Rows:
 
     Args:
       runner: measures the steps.
-      clock: of the run.
+      clock: accounts for the time of the run.
       writer: receives the rows.
-      progress: shows their numbers, and problems.
-      steps: of the run; a row ends with the last one.
-      what_next: ``()`` to a description of what the same command would do.
+      progress: shows numbers of the rows, and problems.
+      steps: the total number of steps; a row ends with the last one.
+      what_next: returns a sentence on what the same command would do next.
 
     Attributes:
       clock, writer: as above.
-      done: steps of the run, also those that are still computing.
-      step_s: seconds of a step, in the last row.
+      done: steps so far, including those that are still computing.
+      step_s: seconds per step in the last row.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Rows:
         self._skipped = np.zeros(self._config.num_replicas, int)  # (n,) as last reported
 
     def begun(self, wait: bool = True) -> Json:
-        """The unfinished row, for a checkpoint: a resumed run writes the same row.
+        """The unfinished row, saved in checkpoints so that a resumed run writes the same row.
 
-        With ``wait`` its sums are lists of numbers, equal in all processes; otherwise (n,) arrays,
-        which may still be computing.
+        With ``wait``, its sums are lists of numbers, equal in all processes; without, they are (n,)
+        arrays that may still be computing.
         """
         sums = self._sums
         if wait and sums is not None:
@@ -138,13 +138,13 @@ class Rows:
         }
 
     def resume(self, start: int, meta: Json) -> None:
-        """Continue the row in the ``meta`` of a checkpoint, or start one if replicas changed."""
+        """Continue the row in a checkpoint's ``meta``; start anew if replicas or batch differ."""
         row, self.done = meta.get("row"), start
         if not row:
             return
         config = self._config
         if (meta["num_replicas"], meta["batch_size"]) != (config.num_replicas, config.batch_size):
-            self._skipped[0] = sum(row["skipped"])  # without their replicas
+            self._skipped[0] = sum(row["skipped"])  # the replicas are others now
             return
         kinds = {"loss": np.float32, "grad_norm": np.float32, "steps": np.int32}
         sums = row["sums"] and {
@@ -160,10 +160,10 @@ class Rows:
         return passed(self._config.log.every, before, done) or done == self._last
 
     def add(self, of_steps: Sequence[Json]) -> None:
-        """Write the row of the steps before, then take these; their reductions start now.
+        """Write the row of the previous steps if it is due, then start to sum up the new ones.
 
         Args:
-          of_steps: metrics of the next steps, see `decent_jax.train.loop.Runner.step`.
+          of_steps: metrics of the new steps, see `decent_jax.train.loop.Runner.step`.
 
         Raises:
           TrainingFailed: see `settle`.
@@ -193,10 +193,10 @@ class Rows:
         """Wait for the last steps and write their row, if they end one.
 
         Args:
-          wait: even if they end none.
+          wait: whether to wait for them even if they end no row.
 
         Raises:
-          TrainingFailed: no replica has made progress in `MOST_FAILING_STEPS` steps.
+          TrainingFailed: no replica made a finite update in `MOST_FAILING_STEPS` steps.
         """
         if self._pending is None or not (wait or self._pending[1]):
             return
@@ -208,7 +208,7 @@ class Rows:
             self._write(*jax.device_get(summary))
 
     def _write(self, numbers: Json, consensus: Consensus) -> None:
-        """The row of the steps since the last one."""
+        """Write the row of the steps since the last row."""
         done = self.done
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
         of_replicas = numbers.pop("of_replicas")
@@ -241,7 +241,7 @@ class Rows:
         """Report updates that were not finite, and end a run that makes no progress.
 
         ``failing`` counts consecutive steps without a finite update on any replica; ``skipped``,
-        (n,), the updates of each replica that were not finite so far.
+        (n,), counts each replica's updates that were not finite so far.
         """
         new, self._skipped = skipped - self._skipped, skipped
         if new.any():
@@ -258,7 +258,7 @@ class Rows:
 
 
 def shown(row: Json, unit: str, **more: float) -> dict[str, float]:
-    """The numbers of a row in the progress bar; ``unit`` is that of the throughput."""
+    """The numbers of a row for the progress bar; ``unit`` is the unit of the throughput."""
     return {
         "loss": float(row["train/loss"]),
         "consensus": float(row["train/consensus_distance_relative"]),

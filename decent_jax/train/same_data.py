@@ -1,4 +1,4 @@
-"""Whether all processes and sessions of a run read the same data: facts about them, compared."""
+"""Checks that all processes and sessions of a run read the same data: facts of it must agree."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from decent_jax.ground.pytree import PyTree
 from decent_jax.tasks import Task
 from decent_jax.train.settings import Config
 
-# In a folder that `decent-jax prepare` has not made.
+# The data files in a folder that `decent-jax prepare` did not make.
 _DATA = re.compile(r"(train|val)\.bin|.+\.array_record\S*")
 
 
@@ -30,7 +30,7 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
         "the validation data": f"{len(task.eval_source)} records",
     }
     folder, names = Path(str(getattr(config.data, "path", "")) or os.devnull), []
-    with contextlib.suppress(OSError):  # such as data that no folder holds
+    with contextlib.suppress(OSError):  # such as data that are in no folder
         names = sorted(name for name in os.listdir(folder) if _DATA.fullmatch(name))
     with contextlib.suppress(OSError, DataError, LookupError, TypeError):  # not prepared
         manifest = json_files.read_json(folder / "manifest.json")
@@ -48,9 +48,9 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
 
 
 def _sampled(source: Sequence[PyTree]) -> int | None:
-    """A checksum of the first, middle and last record; None if they are not the same each time.
+    """A checksum of the first, middle and last record; None if it differs when read twice.
 
-    It begins with what the source found out of all when it was opened, its ``fingerprint``.
+    It starts from the source's ``fingerprint`` of all records, if the source has one.
     """
 
     def checksum() -> int | None:
@@ -78,11 +78,11 @@ def check_data(
     """Refuse data whose facts differ from those of an earlier session or of another process.
 
     Args:
-      config: of the run.
+      config: the run's config.
       facts: see `facts_of`.
-      others: those of the other session or process.
-      here: when or where ``facts`` were found.
-      there: the same of ``others``.
+      others: the facts of the other session or process.
+      here: words for when or where ``facts`` were found.
+      there: the same for ``others``.
     """
     for name in others | facts:
         own, other = facts.get(name, "none"), others.get(name, "none")
@@ -96,5 +96,5 @@ def check_data(
 
 
 def check_same_as_train_py(config: Config, task: Task, data: dict[str, str]) -> None:
-    """Refuse, in the process of an actor, other data than those with the facts ``data``."""
+    """In the process of an actor, refuse data whose facts differ from ``data``, `train.py`'s."""
     check_data(config, facts_of(config, task), data, f"on {socket.gethostname()}", "in train.py")

@@ -25,9 +25,9 @@ def load(workdir: str | Path, which: str = "last") -> Any:
     """The consensus model of a run, as its task's ``load`` returns it (a NamedTuple).
 
     Args:
-      workdir: of the run.
-      which: ``"last"``, the mean of the replicas of the newest checkpoint, or ``"best"``, the one
-        with the lowest validation loss.
+      workdir: the run directory.
+      which: ``"last"``, the consensus model of the newest checkpoint, or ``"best"``, the consensus
+        model with the lowest validation loss.
 
     Raises:
       ConfigError: ``workdir`` holds no run, or its checkpoints or data cannot be read.
@@ -52,7 +52,7 @@ class TrainedRun:
     """A run's config, and its checkpoint, read on demand; see `decent_jax.tasks.TrainedRun`.
 
     Args:
-      workdir: of the run.
+      workdir: the run directory.
       which: ``"last"`` or ``"best"``, see `load`.
 
     Raises:
@@ -64,7 +64,7 @@ class TrainedRun:
         self.config = config_lib.load_saved(workdir)
 
     def call(self, name: str, purpose: str, *args: object, **options: object) -> Any:
-        """Calls the function ``name`` of the run's task with this run and the arguments.
+        """Call the function ``name`` of the run's task with this run and the arguments.
 
         Raises:
           ConfigError: the task has no such function ("cannot ``purpose``"), or the run's
@@ -77,7 +77,7 @@ class TrainedRun:
             raise ConfigError(str(error)) from None
 
     def function(self, name: str, purpose: str) -> Callable[..., Any]:
-        """The function ``name`` of the run's task; ConfigError as in `call` if it has none."""
+        """The function ``name`` of the run's task; raises ConfigError if there is none."""
         function = getattr(tasks.find(self.config.task), name, None)
         if function is None:
             raise ConfigError(
@@ -111,12 +111,12 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
     """One model of a run, without the replica dimension.
 
     Args:
-      workdir: of the run.
+      workdir: the run directory.
       which: ``"best"``, the consensus model with the lowest validation loss, or ``"last"``, the
         consensus model of the newest intact checkpoint.
 
     Raises:
-      CheckpointError: there is none, or none can be read.
+      CheckpointError: there is no checkpoint, or none can be read.
     """
 
     def consensus(folder: Path, meta: Json):
@@ -128,10 +128,10 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
 
 
 def load_replicas(workdir: str | Path, step: int | None = None) -> Saved:
-    """Every replica's own model (n, ...), from the newest intact checkpoint or that of ``step``.
+    """All replicas' models (n, ...), from the newest intact checkpoint or that of ``step``.
 
     Raises:
-      CheckpointError: it cannot be read, or there is none.
+      CheckpointError: there is no such checkpoint, or it cannot be read.
     """
     return _read(workdir, FOLDER, _models, step)
 

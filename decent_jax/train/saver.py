@@ -24,11 +24,11 @@ class Saver:
     After `begin` it is a `decent_jax.train.observers.Observer`.
 
     Attributes:
-      checkpoints: on disk.
-      evaluated: the last evaluation, a row with its ``step``.
-      unevaluated: whether an evaluation is due after the step of the next checkpoint.
+      checkpoints: checkpoints on disk.
+      evaluated: the row of the last evaluation, with its ``step``.
+      unevaluated: whether the step of the next checkpoint still has to be evaluated.
       best: the lowest ``eval/loss`` so far.
-      seconds: of training, in the sessions before this one.
+      seconds: training time of the sessions before this one.
       steps_ahead: data position minus step count, in steps; not 0 after a resume with another
         ``batch_size``.
       agreed: whether all processes have agreed to save at this boundary between two steps.
@@ -105,7 +105,7 @@ class Saver:
     # --- As an observer ---------------------------------------------------------------------------
 
     def begin(self, runner: Observed, rows: Rows) -> None:
-        """From now on `act` saves the state of the runner, with the unfinished row."""
+        """From now on, `act` saves the state of the runner and the unfinished row."""
         self._runner, self._rows, self._clock = runner, rows, rows.clock
         self._saved_at = rows.clock.now()
 
@@ -115,7 +115,7 @@ class Saver:
         return 0 < minutes <= (self._clock.now() - self._saved_at) / 60
 
     def due(self, before: int, done: int) -> bool:
-        """See `Observer`; CheckpointError if the last checkpoint could not be written."""
+        """See `Observer`; raises CheckpointError if the last checkpoint could not be written."""
         self.checkpoints.check()
         return self.agreed or passed(self._experiment.every["checkpoint.every"], before, done)
 
@@ -126,7 +126,7 @@ class Saver:
         self._saved_at, self.agreed = self._clock.now(), False
 
     def wait(self, console: Console) -> None:
-        """Wait until the last checkpoint is written; CheckpointError if it could not be."""
+        """Wait until the last checkpoint is written; raises CheckpointError if that fails."""
         announced = console.announce("waiting until the checkpoint is written")
         with self._clock.of("checkpoints"), announced:
             self.checkpoints.wait()

@@ -18,16 +18,16 @@ from decent_jax.monitor.step_trace import Profile
 from decent_jax.optim import METHODS
 from decent_jax.tasks import TaskConfig
 
-# Each entry point of this group of the package's metadata trains configs: a room or a package with
-# SECTIONS, check, run and dry_run; `decent_jax.train.synchronous` needs no sections.
+# Each entry point of this group in the package's metadata is a trainer: a package or module with
+# SECTIONS, check, run and dry_run; `decent_jax.train.synchronous` needs no SECTIONS.
 TRAINERS = {point.name: point for point in entry_points(group="decent_jax.trainers")}
 SYNCHRONOUS = "synchronous"
-_GOSSIP = METHODS["decentralized_sgd"]  # whose numbers have no section
+_GOSSIP = METHODS["decentralized_sgd"]  # its hyperparameters have no section
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """The learning rate over the steps."""
+    """How the learning rate changes over the steps."""
 
     name: str = setting(
         "cosine",
@@ -64,7 +64,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where replicas are."""
+    """How replicas are placed on devices."""
 
     devices: int = changeable(
         0, "devices that hold replicas; 0: as many as divide num_replicas", at_least=0
@@ -93,8 +93,8 @@ class Eval:
 class Config(TaskConfig):
     """All settings of a run that do not depend on its task, its method or its trainer.
 
-    `decent_jax.train.config.parse` returns an instance of a subclass that has those, too: a section
-    for each method with numbers of its own and for each trainer.
+    `decent_jax.train.config.parse` returns an instance of a subclass that adds these: the task's
+    sections, and one section per trainer and per method with hyperparameters of its own.
     """
 
     trainer: str = setting(
@@ -140,5 +140,5 @@ class Config(TaskConfig):
 
     @property
     def by_name(self) -> Json:
-        """Every field, by its dotted name."""
+        """The value of every field by dotted name."""
         return {name: value_of(self, name) for name in table(type(self))}

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and the end of the terminal of a run."""
+"""SIGTERM, Ctrl-C, and the closing of a run's terminal."""
 
 import contextlib
 import math
@@ -18,8 +18,8 @@ class Signals:
     """Remembers SIGTERM and Ctrl-C for the loop to act on.
 
     SIGHUP, which a terminal sends when it is closed, counts as SIGTERM unless nohup ignores it.
-    Launchers send both, or one of them twice. Only a second Ctrl-C after `PATIENCE_S` means that
-    the process should exit at once: without a checkpoint, and therefore with code 1.
+    Launchers may send several of these signals, or one of them twice. Only a second Ctrl-C after
+    `PATIENCE_S` makes the process exit at once, without a checkpoint and therefore with code 1.
 
     Attributes:
       received: the number of the first signal, or None.

@@ -25,10 +25,10 @@ from decent_jax.train.settings import Config
 
 
 class Resident(NamedTuple):
-    """The batches of several steps, of records that stay on the devices.
+    """The batches of several steps, as indices into records that stay on the devices.
 
-    records: (N, ...) arrays, all of them on every device.
-    numbers: (n, B) int32 for each step: which of them the replicas take.
+    records: (N, ...) arrays with all training records, replicated on every device.
+    numbers: per step, (n, B) int32 indices of the records in each replica's batch.
     """
 
     records: PyTree
@@ -60,7 +60,7 @@ def learning_rate(config: Config, steps: int, warmup: int, drops: list[int]) -> 
 def init_state(
     config: Config, task: Task, tx: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
-    """The state before step 0, sharded over the mesh: drawn from the seed, or from the task."""
+    """The state before step 0, sharded over the mesh, with drawn or loaded parameters."""
     n, key = config.num_replicas, jax.random.key(config.seed)
     loaded = task.load_params()
 
@@ -92,11 +92,11 @@ def gradient(
 
     Args:
       loss_of: ``(params, model_state, batch, key) -> (loss, model_state)``.
-      micro_batches: m, sequential parts of the batch.
-      params: of the replica.
-      model_state: of the replica; each micro-batch gets that of the previous one.
+      micro_batches: m, the number of sequential parts of the batch.
+      params: one replica's parameters.
+      model_state: one replica's model state, which passes from each micro-batch to the next.
       batch: leaves of shape (B, ...), B a multiple of m.
-      key: of this step and replica.
+      key: random key of this step and replica.
     """
 
     def checked(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array):
@@ -110,8 +110,8 @@ def gradient(
         return loss, model_state, grads
 
     def in_parts(x: PyTree):
-        """(B, ...) to (m, B / m, ...), part k the examples k, k + m, ...: devices that share the
-        examples of a replica also share those of each part."""
+        """(B, ...) to (m, B / m, ...). Part k has the examples k, k + m, ..., so devices that share
+        a replica's batch also share each part."""
         return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
     def add_part(carry: PyTree, part: PyTree):
@@ -131,7 +131,7 @@ def gradient(
 
 
 def _check_kept(before: PyTree, after: PyTree) -> None:
-    """Refuse a loss that returns another model state than it was given, by shapes and dtypes."""
+    """Refuse a loss that changes the names, shapes or dtypes of the model state's arrays."""
 
     def kinds(tree: PyTree) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path({"model_state": tree})
@@ -145,8 +145,8 @@ def _check_kept(before: PyTree, after: PyTree) -> None:
         was, is_now = passed.get(name, "missing"), returned.get(name, "missing")
         if was != is_now:
             raise ConfigError(
-                f"the task's loss returns {name} as {is_now}, and was given {was}; a model state "
-                "keeps its arrays"
+                f"the task's loss returns {name} as {is_now}, and was given {was}; it must keep "
+                "the shape and dtype of every array"
             )
 
 
@@ -163,11 +163,11 @@ def update(
 
     Args:
       tx: the method.
-      params: of the replica.
-      opt_state: a `decent_jax.optim.GuardedState`.
+      params: one replica's parameters.
+      opt_state: its `decent_jax.optim.GuardedState`.
       loss: () float32.
-      grads: like ``params``.
-      rnd: of the schedule; None: a step without communication.
+      grads: the gradient, with the structure of ``params``.
+      rnd: the schedule's round; None: a step without communication.
       mixed: the result of the round if it has already run; see `decent_jax.optim.Method`.
     """
     early = {} if mixed is None else {"mixed": mixed}
@@ -194,16 +194,15 @@ def make_step(
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
     ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
-    A peer, which is one of several replicas, passes (2,): the step, and its replica number, which
-    then selects its random numbers.
+    A peer passes ``t`` as (2,): the step, and its replica number, which selects its random numbers.
+
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
     ``learning_rate``, (). On CPU hosts, messages overlap the computation
     (`decent_jax.cpu.overlap`), in programs that come from ``cache``.
 
-    A `Resident` batch is several steps, each with the round of its step, and a list of metrics.
-
-    With `decent_jax.optim.Delayed`, a round takes ``delay`` steps from t on with a tuple of
-    their batches, and returns a list of their metrics (`decent_jax.train.delayed_step`).
+    With a `Resident` batch, one call makes several steps and returns a list of their metrics. With
+    `decent_jax.optim.Delayed`, a call with a round does so too: it makes ``delay`` steps from t on,
+    given a tuple of their batches (`decent_jax.train.delayed_step`).
     """
     key = jax.random.key(config.seed + 1)
     on_device = DeviceStep(config, task, tx, rate, schedule, placement, key)
@@ -222,7 +221,7 @@ def make_step(
 class DeviceStep(NamedTuple):
     """The step of the replicas on one device, and the parts of it that a message can overlap.
 
-    key: of the random numbers of all steps and replicas. Other fields: see `make_step`.
+    key: base of the random keys of all steps and replicas. Other fields: see `make_step`.
     """
 
     config: Config
@@ -234,7 +233,7 @@ class DeviceStep(NamedTuple):
     key: jax.Array
 
     def run(self, state: TrainState, batch: PyTree, t: jax.Array, *, rnd: int | None) -> PyTree:
-        """State and metrics after a step, or after the steps of a message or a `Resident`."""
+        """State and metrics after one step, or after all those of a message or a `Resident`."""
         if isinstance(batch, Resident):
             return self.resident(state, batch, t)
         if rnd is not None and self.delayed is not None:
@@ -244,13 +243,13 @@ class DeviceStep(NamedTuple):
 
     @property
     def delayed(self) -> DelayedStep | None:
-        """The messages of a method, if each overlaps several steps."""
+        """The method's delayed messages; None if a message belongs to a single step."""
         if self.tx.delayed is None:
             return None
         return DelayedStep(self.tx.delayed, self.schedule, self.placement, self.task.mixes_state)
 
     def gradients(self, params: PyTree, model_state: PyTree, batch: PyTree, t: jax.Array) -> PyTree:
-        """Losses, model states and gradients, (block, ...)."""
+        """Losses, model states and gradients of this device's replicas, (block, ...)."""
         step, first = (t, None) if t.ndim == 0 else t
 
         def of_replica(params: PyTree, model_state: PyTree, batch: PyTree, replica: jax.Array):
@@ -298,7 +297,7 @@ class DeviceStep(NamedTuple):
         return loop_of(step, state, batch.numbers, t)
 
     def parts(self) -> Parts | None:
-        """The step as `decent_jax.cpu.overlap` runs it; None: its messages need the gradient."""
+        """The step for `decent_jax.cpu.overlap`; None: its messages depend on the gradient."""
         if self.delayed is not None:
             return self.delayed.parts(partial(self.run, rnd=None), self.with_rate)
         early = self.tx.early

@@ -28,9 +28,9 @@ from decent_jax.train.on_device import read_records, steps_together
 from decent_jax.train.step import Resident, make_step
 from decent_jax.train.workdir import Workdir
 
-FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
+FIRST = np.int32(0)  # the first step's number in the form that `make_step` takes
 Shapes = tuple[tuple[int, ...], ...]  # of a batch's arrays
-Key = tuple[int | None, Shapes]  # of a compiled step: its round, and the shapes
+Key = tuple[int | None, Shapes]  # round and shapes of a compiled step
 COMPILERS = 2  # threads: compilation takes some GiB per program, and cores that steps need
 
 
@@ -39,21 +39,21 @@ def _call(compiled: jax.stages.Compiled, state: TrainState, batch: PyTree, t: in
 
 
 class Stepper:
-    """Makes the steps of a run; synchronous replicas have one, and so has each peer.
+    """Makes the steps of a run: of all synchronous replicas, or of one peer.
 
     Args:
-      experiment: what is trained.
+      experiment: the run to train.
       work: the run directory.
-      first: the number of a step, as ``call`` gives it to a program.
-      call: ``(program, state, batch, t) -> (state, metrics)``, step t.
+      first: an example of a step's number as ``call`` passes it to a program, for compilation.
+      call: ``(program, state, batch, t) -> (state, metrics)`` makes step t.
 
     Attributes:
-      checkpoints: of the state, on disk.
-      shapes: of the state.
-      cost: of the algorithm.
+      checkpoints: checkpoints on disk.
+      shapes: shapes and dtypes of the state.
+      cost: bytes that a replica sends and keeps.
       messages: see `decent_jax.train.loop.Runner`.
-      state: after the last step; None before `restore`.
-      programs: of the steps, inside `training`.
+      state: the state after the last step; None before `restore`.
+      programs: the compiled steps, inside `training`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Stepper:
         compiled = programs.of(self.state, batch, rnd, soon)
         self._profile.turn(done, count, self.state)
         batch = batches if programs.blocks.spans_steps(rnd) else batch
-        waits = done + count >= until  # this process, anyway
+        waits = done + count >= until  # this process waits for such a step anyway
         if rnd is not None and waits and hasattr(compiled, "timed"):
             args = self.state, batch, np.int32(done)
             (self.state, metrics), times = compiled.timed(*args)
@@ -149,11 +149,11 @@ class Stepper:
 
     def _read_ahead(self) -> None:
         if self._done >= self._experiment.steps or self._records is not None:
-            return  # on the devices, a step knows how many batches it takes
+            return  # with resident records, `step` takes as many batches as it needs
         try:
             count = self.programs.blocks.due(self._done, self._experiment.steps)[1]
             self._batches = [self._feed.next() for _ in range(count)]
-        except DataError as error:  # told when the steps before it have been looked at
+        except DataError as error:  # raised by the next `step`, once earlier rows are written
             self._batches = error
 
     def measured(self, done: int, steps: int, seconds: float) -> dict[str, float]:
@@ -173,9 +173,9 @@ class Programs:
     run with many rounds starts as soon as one with few. It is a context that stops the threads.
 
     Attributes:
-      blocks: the start of each round.
-      compiled: by round and shapes of a batch; call one as in `decent_jax.train.step.make_step`.
-      memory: of the largest program so far.
+      blocks: when each round starts.
+      compiled: programs by round and batch shapes, to call as in `decent_jax.train.step.make_step`.
+      memory: memory of the largest program so far.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Programs:
         """Compile the step of a round for batches of these shapes; log the cost of the first one.
 
         Args:
-          state, batch: of the step, or with the same shapes.
+          state, batch: arguments of the step, or others with the same shapes.
           rnd, shapes: the key in `compiled`.
           soon: the following rounds, which are compiled in the background.
         """
@@ -297,7 +297,7 @@ class Feed:
     """The batches of this process on their way to the devices; a context that stops its threads.
 
     Attributes:
-      idle: notified of each step, because waiting for data costs nothing while the devices work.
+      idle: notified of each step, because waiting for data is free while the devices are busy.
     """
 
     def __init__(self, experiment: Experiment, start_step: int, clock: Clock):
@@ -339,7 +339,7 @@ def init(experiment: Experiment) -> TrainState:
 
 
 def announce_cost(experiment: Experiment, work: Workdir, shapes: TrainState) -> algorithm.Cost:
-    """Compute and log the cost of a replica."""
+    """Compute and log a replica's cost; ``shapes`` are those of the stacked state, (n, ...)."""
     config, schedule, per_host = experiment.config, experiment.schedule, experiment.per_host
     several = 1 < per_host < config.num_replicas
     cost = algorithm.cost(

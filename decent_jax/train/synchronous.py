@@ -27,7 +27,7 @@ from decent_jax.train.settings import Config
 from decent_jax.train.stepper import Feed, Programs, Stepper, announce_cost, init, shapes_of
 from decent_jax.train.workdir import Workdir, check_shared
 
-TIMED = 3  # steps of each kind in a dry run
+TIMED = 3  # timed steps of each kind in a dry run
 
 check = config_lib.check  # the interface of `decent_jax.train.config.TRAINERS`
 
@@ -113,9 +113,9 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
     """Compile and time both kinds of step, with and without communication, and log the times.
 
     Args:
-      experiment: to try.
-      work: logs.
-      steps: of the run.
+      experiment: the run to try.
+      work: its directory, whose console receives the times.
+      steps: total number of steps, for the estimate of the whole run.
     """
     shapes = jax.eval_shape(lambda: init(experiment))
     clock = Clock()

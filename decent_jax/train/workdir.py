@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, what it is refused for, and the record of the run."""
+"""The directory of a run: its lock, the reasons to refuse it, and the record of the run."""
 
 import contextlib
 import dataclasses
@@ -36,11 +36,11 @@ _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 
 
 class Record:
-    """Writes config, facts, metrics, incidents and summary of a run in ``path``; only process 0.
+    """Writes config, facts, metrics, incidents and summary of a run to ``path``, in process 0.
 
     Attributes:
-      config: of the run.
-      trackers: of the run; none before `open_metrics`.
+      config: the run's config.
+      trackers: receive the rows, once `open_metrics` has opened them.
     """
 
     def __init__(self, path: Path, config: Config, console: Console):
@@ -58,13 +58,13 @@ class Record:
     def write_start(
         self, steps: int, unit: str, hosts: Sequence[str], messages: dict[str, float]
     ) -> None:
-        """Write ``run.json``: facts about a session that no row repeats.
+        """Write ``run.json``: facts about this session that apply to all rows.
 
         Args:
-          steps: of the run.
-          unit: of its throughput.
-          hosts: of each replica; empty for peers, which come and go.
-          messages: by name, bytes per step.
+          steps: total number of steps.
+          unit: unit of the throughput.
+          hosts: host name of each replica; empty for peers, which come and go.
+          messages: bytes per step, by name.
         """
         if not self._console.quiet:
             entries = {"steps": steps, "unit": unit, "hosts": hosts, **messages}
@@ -72,7 +72,7 @@ class Record:
             json_files.write_json_atomic(self._path / START, entries)
 
     def incident(self, sentence: str) -> None:
-        """Report a failure or a loss, and record it for `decent-jax status`."""
+        """Report a failure or a lost process, and record it for `decent-jax status`."""
         self._console.say(sentence)
         if not self._console.quiet:
             goodput_file.add_incident(self._path, sentence)
@@ -118,14 +118,14 @@ def open_workdir(workdir: str | Path, config: Config) -> Generator[Workdir]:
     """The run's directory, locked by process 0 until the context ends.
 
     Raises:
-      ConfigError: another run writes to the directory, it belongs to a run with another config, it
-        cannot be written, or checkpoints could not be read from a directory of this name.
+      ConfigError: another run writes to the directory, its run has another config, it cannot be
+        written, or no checkpoint could be read from a directory of this name.
     """
     path = Path(workdir).absolute()
     if re.match(r"[A-Za-z][\w+.-]*:/", str(workdir)):
-        raise _refusal(path, "is a URL, and a run needs a folder; mount it and name its place")
+        raise _refusal(path, "is a URL, and a run needs a folder; mount it and give its path")
     if not {"[", "\\"}.isdisjoint(str(path)):  # tensorstore takes them for a pattern
-        raise _refusal(path, "has a [ or a \\ in its name, and no checkpoint could be read there")
+        raise _refusal(path, "has a [ or a \\ in its name, so checkpoints would fail; rename it")
     console, is_new = Console(), False
     with contextlib.ExitStack() as held:
         try:
@@ -134,7 +134,7 @@ def open_workdir(workdir: str | Path, config: Config) -> Generator[Workdir]:
             json_files.check_regular(path / LOCK)
             lock = held.enter_context(open(path / LOCK, "a+", errors="replace"))
             if not console.quiet:
-                # Held by a process of this run that the supervisor considers lost: it ends soon.
+                # The holder may be a lost process of this run, which ends soon.
                 patience_s = 2 * config.cluster.heartbeat_s if PLACE in os.environ else 0.0
                 _lock(lock, path, patience_s)
         except ConfigError:
@@ -171,7 +171,7 @@ def _lock(lock: IO[str], path: Path, patience_s: float) -> None:
                 continue
         lock.seek(0)
         owner = lock.read().strip() or "unknown"
-        why = f"is written by another run ({owner}); wait for it or take another"
+        why = f"is in use by another run ({owner}); wait for it or take another"
         raise _refusal(path, why)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -187,7 +187,7 @@ def _refusal(path: Path, why: str) -> ConfigError:
 
 
 def check_config(path: Path, config: Config) -> None:
-    """Refuse to resume under a config that makes it another experiment."""
+    """Refuse to resume a run under a config that would make it another experiment."""
     saved = path / "config.json"
     if not saved.exists():
         return
@@ -206,7 +206,7 @@ def check_config(path: Path, config: Config) -> None:
 
 
 def check_metrics(path: Path) -> None:
-    """Refuse to continue a metrics file that is damaged, before anything is compiled."""
+    """Refuse a run whose metrics file is damaged, before anything is compiled."""
     try:
         if (path / METRICS).exists():
             read_metrics(path / METRICS)

@@ -31,7 +31,7 @@ FOR_GPUS = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 1000,
 }
-# Likewise for described TPUs. Of each, without it, and of the generations for which that holds:
+# Likewise for described TPUs. The comments say what XLA does without the option, and where:
 FOR_TPUS = {
     # v5e, TPU7x: 5 permutes are under way at a time, and all others start after the gradient.
     "xla_max_concurrent_async_collective_permutes": 1000,
@@ -45,7 +45,7 @@ FOR_TPUS = {
 }
 FOR_CPUS = cpu.COMPILER_OPTIONS
 
-CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read longest ago
+CACHE_LIMIT = 4 << 30  # bytes; above, `use_cache` removes the least recently read programs
 
 _MIN_SECONDS = 0.2  # seconds; faster compilations are not worth a file
 
@@ -54,8 +54,8 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Method) -> dic
     """The ``compiler_options`` of `jax.jit` for a step.
 
     Args:
-      placement: of the replicas.
-      schedule: of the rounds.
+      placement: the replicas and their devices.
+      schedule: the communication schedule.
       tx: the method.
     """
     options: Mapping[str, object] = {}
@@ -79,10 +79,10 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Method) -> dic
 def _starts_early(fsdp: int, schedule: Schedule, tx: Method) -> bool:
     """Whether it helps to start messages at the top of the step.
 
-    It does not if a replica has several devices: XLA gathers its arrays as the gradient needs them,
-    on the stream that messages to other replicas would occupy. Nor does it if groups send to each
-    other and the method does not hold back the last stage (`decent_jax.gossip.mix`): XLA would wait
-    for the messages at the top of the step.
+    It does not if a replica has several devices: XLA gathers its arrays when the gradient needs
+    them, on the stream that messages to other replicas would occupy. Nor does it help if groups
+    send to each other and the method does not hold back the last stage (`decent_jax.gossip.mix`):
+    XLA would wait for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
     return fsdp == 1 and (not in_stages or bool(tx.early or tx.delayed))
@@ -90,11 +90,11 @@ def _starts_early(fsdp: int, schedule: Schedule, tx: Method) -> bool:
 
 @functools.cache
 def known(name: str, value: object, device: jax.Device | None = None) -> bool:
-    """Whether this version of XLA has the option; versions add and remove options.
+    """Whether this version of XLA has a compiler option; warns if it does not.
 
     Args:
-      name, value: of the option.
-      device: one that is only described; None: those of this program.
+      name, value: the option, and a value for it.
+      device: a described device to compile for; None: the devices of this process.
     """
     where = None if device is None else SingleDeviceSharding(device)
     try:
@@ -104,7 +104,7 @@ def known(name: str, value: object, device: jax.Device | None = None) -> bool:
             raise
         warnings.warn(
             f"this jaxlib ({jaxlib.version.__version__}) does not know {name}: steps may take "
-            "longer, or more memory, than they could",
+            "longer, or more memory, than necessary",
             stacklevel=2,
         )
         return False
@@ -144,12 +144,12 @@ def use_cache() -> Path | None:
     """Let jax store compiled programs in the user's cache, so that a second start compiles nothing.
 
     The folder is ``$XDG_CACHE_HOME/decent_jax/compiled``, by default in ``~/.cache``. Hosts with a
-    common home directory share it: jax's keys depend on the features of a CPU. jax's own settings
+    common home directory may share it: jax's keys include the features of a CPU. jax's own settings
     take precedence: ``JAX_COMPILATION_CACHE_DIR`` names another folder,
-    ``JAX_ENABLE_COMPILATION_CACHE=false`` disables it.
+    ``JAX_ENABLE_COMPILATION_CACHE=false`` disables the cache.
 
     Returns:
-      The folder, or None if the user decided otherwise or it cannot be written.
+      The folder; None if jax's settings decide or the folder cannot be written.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
