@@ -7,11 +7,11 @@ from decent_jax.ground.fields import changeable
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is saved."""
+    """When checkpoints are written to disk, and how many are kept."""
 
     every: int | str = changeable(1000, "steps between checkpoints; 0: never", duration=True)
-    every_minutes: float = changeable(10.0, "minutes between them; 0: never", at_least=0)
-    keep: int = changeable(2, "newest checkpoints to keep, besides the best", at_least=1)
+    every_minutes: float = changeable(10.0, "minutes between checkpoints; 0: never", at_least=0)
+    keep: int = changeable(2, "newest checkpoints to keep, besides the best model", at_least=1)
 
 
 @dataclass(frozen=True)

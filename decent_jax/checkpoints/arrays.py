@@ -1,9 +1,9 @@
 """The arrays of a training state on disk, written and read by orbax, verified by checksums.
 
 A part of a checkpoint is one tree: ``params`` and ``model_state`` as the task nests them,
-``weights`` (of the replicas in the consensus model; None: equal), and ``rest``, the optimizer's
-state, by its paths. The `checksums` of a part are computed before it is written, and verified
-whenever arrays are read.
+``weights`` (of the replicas in the consensus model; None: equal), and ``rest``, the arrays of the
+optimizer's state by their paths. The `checksums` of a part are computed before it is written, and
+verified whenever arrays are read.
 """
 
 from collections.abc import Collection
@@ -22,11 +22,11 @@ from decent_jax.ground.json_files import Json
 from decent_jax.ground.pytree import PyTree
 from decent_jax.replicas import Placement, TrainState
 
-STATE, STAGE = "state", "stage-"  # folders of a checkpoint: of a run, of each stage of a pipeline
+STATE, STAGE = "state", "stage-"  # folder of the only part, or of the part of each pipeline stage
 
 
 def tree_of(state: TrainState) -> dict[str, PyTree]:
-    """The tree of a part."""
+    """The tree that a checkpoint stores for a state; see the docstring of this module."""
     rest = state._replace(params=None, model_state=None)
     return {
         "params": state.params,
@@ -38,7 +38,7 @@ def tree_of(state: TrainState) -> dict[str, PyTree]:
 
 
 def check(state: PyTree) -> None:
-    """Raises ConfigError if a checkpoint cannot hold a state, of arrays or shapes.
+    """Raise ConfigError if a checkpoint cannot hold a state, given as arrays or as shapes.
 
     Each array needs a unique name, which joins the keys of its path with dots; parameters
     and ``model_state`` need at least one element.
@@ -64,7 +64,7 @@ def check(state: PyTree) -> None:
 
 
 def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: PyTree) -> dict[str, int]:
-    """Copy a part to the host, and let orbax write it in the background; its checksums.
+    """Copy a part to the host, let orbax write it in the background; returns its checksums.
 
     Call it in all processes that have rows of its arrays.
     """
@@ -76,16 +76,16 @@ def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: PyTree
 def restore(
     checkpoint: Path, meta: Json, like: TrainState, placement: Placement, accum_steps: int
 ) -> TrainState:
-    """The state from which a run resumes; each array comes from the first part that has it.
+    """Restore the state of a checkpoint; each array comes from the first part that has it.
 
     Args:
-      checkpoint: its folder.
-      meta: its meta.
-      like, placement, accum_steps: of `decent_jax.checkpoints.on_disk.Checkpointer.restore_newest`,
-        or those of a stage.
+      checkpoint: folder of the checkpoint.
+      meta: contents of its ``meta.json``.
+      like, placement, accum_steps: those of the run or of one stage; see
+        `decent_jax.checkpoints.on_disk.Checkpointer.restore_newest`.
 
     Raises:
-      Exception: of any type, if this process or another one cannot read it.
+      Exception: of any type, if any process cannot read the checkpoint.
     """
     n_old = meta["num_replicas"]
     whole = n_old % placement.mesh.shape["replica"] == 0
@@ -103,7 +103,7 @@ def restore(
     is_other = STATE in parts and parts[STATE].keys() != shapes.keys()  # each stage has its own
     if is_other or places.keys() != shapes.keys():
         raise ValueError(
-            "another optimizer, or another version of it, wrote it; take another --workdir"
+            "it is from another optimizer or another version of it; take another --workdir"
         )
     leaves_by_name, failure = {}, None
     try:
@@ -137,10 +137,10 @@ def unstored(tree: dict[str, PyTree], like: TrainState) -> TrainState:
 
 
 def read(checkpoint: Path, meta: Json, *items: str) -> list[PyTree]:
-    """Items of all parts together, such as "params", as host arrays.
+    """Items such as "params", merged from all parts, as host arrays.
 
     Raises:
-      Exception: they cannot be read or are damaged; of many kinds.
+      Exception: of any type, if an item cannot be read or is damaged.
     """
     merged: dict[str, PyTree] = {}
     for part, sums in meta["checksums"].items():
@@ -156,7 +156,7 @@ def read(checkpoint: Path, meta: Json, *items: str) -> list[PyTree]:
 
 
 def _check_kinds(part: Path, wanted: dict[str, PyTree]) -> None:
-    """ValueError where an array has another shape or dtype in a part: orbax would convert it."""
+    """Raise ValueError if an array in a part has another shape or dtype: orbax would convert it."""
     with _reader() as reader:
         about = reader.metadata(part).item_metadata
     for name, there in named(about.tree if about is not None else {}).items():
@@ -169,7 +169,7 @@ def _check_kinds(part: Path, wanted: dict[str, PyTree]) -> None:
 
 
 def _restored(part: Path, target: PyTree, host: bool = False) -> PyTree:
-    """The arrays that ``target`` names, in its shapes and shardings; or on the ``host``."""
+    """The arrays that ``target`` names, in its shapes and shardings, or as ``host`` arrays."""
     if host:
         how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
     else:
@@ -180,7 +180,7 @@ def _restored(part: Path, target: PyTree, host: bool = False) -> PyTree:
 
 
 def _reader() -> ocp.Checkpointer:
-    """Reads in this process alone: where it fails, no other one waits for it."""
+    """A reader for this process alone: no other process waits for it if it fails."""
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
@@ -190,7 +190,7 @@ def _reader() -> ocp.Checkpointer:
 
 
 def _only(tree: PyTree, names: Collection[str]) -> PyTree:
-    """The tree with the leaves of these names, of dicts alone where others are left out."""
+    """The tree with the leaves of these names alone; nested dicts if that leaves out any."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
     chosen = {path: x for path, x in leaves.items() if _name(path) in names}
     if len(chosen) == len(leaves):
@@ -228,7 +228,7 @@ def _path(path: jax.tree_util.KeyPath) -> str:
 
 
 def checksums(tree: PyTree) -> dict[str, int]:
-    """One number per array, from its bits, which shows that a file is damaged."""
+    """A checksum of the bits of each array, by name; shows whether a file is damaged."""
     by_name = named(tree)
     if any(isinstance(x, jax.Array) for x in by_name.values()):
         sums = np.asarray(_sums(list(by_name.values()))).tolist()
@@ -243,7 +243,7 @@ def _sums(arrays):
 
 
 def _sum(x: PyTree, xp: ModuleType) -> PyTree:
-    """The sum of the words of an array, of NumPy or jax as ``xp`` is."""
+    """The weighted sum of an array's 32-bit words; ``xp`` is NumPy or jax.numpy."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if xp.iscomplexobj(x):
@@ -265,7 +265,7 @@ def _verify(tree: PyTree, wanted: dict[str, int]) -> None:
 
 
 def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -> TrainState:
-    """Stacked state of another number of replicas: all at the mean, windows dropped."""
+    """Resize a stacked state to the placement's replicas: all at the mean, windows dropped."""
 
     @jax.jit
     def change(state):
@@ -275,7 +275,7 @@ def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -
         state = replicas.resize(state, placement.num_replicas, weights, sound)
         own = optim.with_equal_weights(state.opt_state.own)
         opt_state = optim.drop_window(state.opt_state._replace(own=own), accum_steps)
-        # Updates skipped since the start keep their sum; whose they were is forgotten.
+        # Keep the total of updates skipped since the start, but not by which replica.
         none = jnp.zeros_like(opt_state.skipped)
         opt_state = opt_state._replace(skipped=none.at[0].set(skipped))
         return placement.place_all(state._replace(opt_state=opt_state))

@@ -35,9 +35,9 @@ class ExecutableCache:
     """The executables of one process; see `open_cache`.
 
     Args:
-      folder: where they are stored; None: nowhere, and every call of `get` compiles.
+      folder: where executables are stored; None: nowhere, and every call of `get` compiles.
       owner: part of the key of every executable.
-      devices: on which they run.
+      devices: the devices on which they run; None: jax decides.
     """
 
     def __init__(self, folder: Path | None = None, owner: str = "", devices: Devices = None):
@@ -49,7 +49,7 @@ class ExecutableCache:
         Args:
           name: identifies it among the executables of one owner.
           compiled: compiles it if it is not in the cache.
-          devices: on which it runs; None: all of them.
+          devices: the devices on which it runs; None: all devices of the cache.
         """
         if self._folder is None:
             return compiled()
@@ -70,8 +70,8 @@ class ExecutableCache:
             draft.write_bytes(pickle.dumps((loaded(), serialize_executable.serialize(program))))
             draft.rename(path)
         except Exception:
-            # It calls Python, consists of separately cached executables, or the memory is full: the
-            # next process compiles it.
+            # The program calls Python or consists of separately cached executables, or the memory
+            # is full: the next process compiles it.
             draft.unlink(missing_ok=True)
         return program
 
@@ -124,7 +124,7 @@ def open_cache(
     """
     if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
         return NO_CACHE
-    coordinator = "cluster.coordinator"  # a free port of each start
+    coordinator = "cluster.coordinator"  # its port differs at each start
     fields = {name: value for name, value in config.items() if name != coordinator}
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     process = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]

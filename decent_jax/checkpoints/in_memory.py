@@ -43,7 +43,7 @@ from decent_jax.replicas import Placement, TrainState
 
 MEMORY = Path("/dev/shm")
 AUTOMATIC = -1  # of ``recovery.every``
-_OWN, _MIRROR = ".own", ".mirror"  # rows of this process, and of the one before it
+_OWN, _MIRROR = ".own", ".mirror"  # rows of this process, and of the process before it
 _KEPT = 2  # checkpoints, besides the one that is being written
 _COST = 0.01  # target of `AUTOMATIC`: this fraction of the step time
 
@@ -53,9 +53,9 @@ class MemoryCheckpoints:
 
     Args:
       folder: where this process stores them.
-      every: steps between two checkpoints; `AUTOMATIC`: chosen by `settle`, after the first one.
+      every: steps between two checkpoints; `AUTOMATIC`: `settle` chooses, after the first one.
       run: the identity of the run.
-      say: gets sentences for the user.
+      say: called with sentences for the user.
       mirror: exchanges rows with the neighbouring processes; None: no mirror is stored.
     """
 
@@ -77,12 +77,12 @@ class MemoryCheckpoints:
     # --- Write ------------------------------------------------------------------------------------
 
     def begin(self, done: int, state: TrainState, meta: Json) -> None:
-        """Start to write the state after ``done`` steps; training continues meanwhile.
+        """Start to write a checkpoint; training continues meanwhile.
 
         Args:
-          done: steps.
-          state: may still be computing.
-          meta: of the checkpoint; the ``sums`` of its row are still on the devices.
+          done: number of steps done.
+          state: the state after these steps, which may still be computing.
+          meta: metadata of the checkpoint; the ``sums`` of its row are still on the devices.
         """
         if self._writing is not None:
             self._writing.result()
@@ -96,15 +96,15 @@ class MemoryCheckpoints:
         self._writing = self._thread.submit(self._write, done, copied, mirrored, meta, sending)
 
     def settle(self, step_s: float) -> bool:
-        """Choose ``every``, where it is `AUTOMATIC`, so that checkpoints cost `_COST` of the steps.
+        """If ``every`` is `AUTOMATIC`, choose it so that checkpoints cost `_COST` of the step time.
 
-        All processes call it at the same point.
+        All processes call this at the same point.
 
         Args:
           step_s: seconds per step.
 
         Returns:
-          Whether it was chosen now; the first call has no checkpoint to time.
+          Whether this call chose it; the first one cannot, without a checkpoint to time.
         """
         if self.every != AUTOMATIC or self._writing is None:
             return False
@@ -134,7 +134,7 @@ class MemoryCheckpoints:
                     shard_file.write(draft, header, shards)
                     draft.rename(self.folder / f"{done}{kind}")
             self._failed = False
-        except OSError as error:  # such as full memory; the run continues without
+        except OSError as error:  # such as full memory; the run continues
             draft.unlink(missing_ok=True)
             if not self._failed:
                 why = error.strerror or error
@@ -143,7 +143,7 @@ class MemoryCheckpoints:
         self._seconds = sending + time.perf_counter() - began
 
     def steps(self, kind: str = _OWN) -> list[int]:
-        """Steps with a complete file, the oldest first."""
+        """Steps with a complete file of this kind, the oldest first."""
         names = (path.stem for path in self.folder.glob(f"*{kind}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -158,7 +158,7 @@ class MemoryCheckpoints:
         self._thread.shutdown()
         ended = exc_type is None or issubclass(exc_type, (Interrupted, TrainingFailed))
         if ended:
-            # Of all processes of this host: nothing else would remove those of an excluded one.
+            # Those of all processes of this host, as nothing else removes an excluded process's.
             shutil.rmtree(self.folder.parent, ignore_errors=True)
 
     # --- Restore ----------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class MemoryCheckpoints:
     ) -> tuple[TrainState, Json] | None:
         """The newest state that all processes can restore, with its meta; None: there is none.
 
-        All processes call it at the same point.
+        All processes call this at the same point.
 
         Args:
           like, placement, accum_steps: see `decent_jax.checkpoints.on_disk.Checkpointer`; if the
@@ -217,7 +217,7 @@ class MemoryCheckpoints:
     ) -> tuple[dict[str, jax.Array], Json] | None:
         """The arrays of a step and the header; missing rows come from the next process's mirror.
 
-        None: some process could not read its file.
+        Returns None if any process could not read its file.
         """
         lacking = cluster.any_process(not has_own)
         own = mirrored = ({}, {})
@@ -248,7 +248,7 @@ class MemoryCheckpoints:
             try:
                 header = shard_file.read_header(self.folder / f"{step}{kind}")
                 valid = header["run"] == self._run
-                # With another number of processes, its owner is unknown.
+                # If the number of processes has changed, the owner of a mirror is unknown.
                 valid &= kind == _OWN or header["processes"] == jax.process_count()
             except (OSError, ValueError, LookupError):
                 valid = False
@@ -266,7 +266,7 @@ class MemoryCheckpoints:
         header, shards = shard_file.read(self.folder / f"{step}{kind}")
         sums = {name for name in shapes if name.startswith("sums/")}
         if shapes.keys() - shards.keys() not in (set(), sums):
-            raise ValueError("another optimizer, or another version of it, wrote it")
+            raise ValueError("it is from another optimizer or another version of it")
         same = header["meta"]["num_replicas"] == placement.num_replicas
         arrays = {
             name: _put(own, shapes[name].shape, placement, same) for name, own in shards.items()
@@ -281,17 +281,17 @@ def open_memory_checkpoints(
     placement: Placement,
     say: Callable[[str], None],
 ) -> MemoryCheckpoints | None:
-    """The in-memory checkpoints of this process, or None.
+    """Open this process's in-memory checkpoints; None if it writes none.
 
     Args:
-      recovery: of the config; `AUTOMATIC` writes them if a supervisor can restart the run.
-      workdir: of the run.
-      shapes: of the state.
-      placement: of the replicas.
-      say: gets sentences for the user, in process 0.
+      recovery: section of the config; `AUTOMATIC` needs a supervisor that can restart the run.
+      workdir: the run directory.
+      shapes: shapes and dtypes of the state.
+      placement: the replicas and their devices.
+      say: called with sentences for the user, in process 0.
 
     Raises:
-      ConfigError: the config asks for them, and those of all processes of a host do not fit into
+      ConfigError: the config asks for them, but those of all processes of a host do not fit into
         its memory.
     """
     every, is_first = recovery.every, jax.process_index() == 0
@@ -341,7 +341,7 @@ def folder_of(workdir: Path) -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder, accessible to this user only; OSError if that fails."""
+    """Make the folder, accessible to this user only; raises OSError if that fails."""
     of_user = MEMORY / f"decent_jax-{os.getuid()}"
     of_user.mkdir(mode=0o700, exist_ok=True)
     if of_user.is_symlink() or of_user.stat().st_uid != os.getuid():
@@ -357,7 +357,7 @@ def common(own: list[list[int]], mirrored: list[list[int]], after: int) -> int |
     Args:
       own: steps for which each process has its own rows.
       mirrored: steps for which each process has the rows of the process before it.
-      after: -1: any step.
+      after: the newest step on disk, or -1.
 
     >>> common([[20, 30], [20, 30, 40]], [[], []], 10)
     30

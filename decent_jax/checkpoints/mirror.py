@@ -16,7 +16,7 @@ from decent_jax.replicas import Placement
 
 
 class Mirror:
-    """Programs that all processes run at the same point; needs at least two processes."""
+    """Programs that at least two processes run, all of them at the same point."""
 
     def __init__(self, placement: Placement):
         self._placement = placement
@@ -26,16 +26,16 @@ class Mirror:
         self._back = self._sender([(target, source) for source, target in there])
 
     def send(self, tree: PyTree) -> PyTree:
-        """The arrays (n, ...) whose rows of this process are those of the process before it."""
+        """The arrays (n, ...) in which this process holds the rows of the process before it."""
         return jax.block_until_ready(self._there(tree))
 
     def give_back(self, held: PyTree, lacks: bool, own: PyTree) -> PyTree:
-        """The arrays with the rows of their owners.
+        """The arrays (n, ...) in which every process holds its own rows again.
 
         Args:
-          held: what `send` returned; anything if the next process has its rows.
+          held: the result of `send`; anything if the next process still has its rows.
           lacks: whether this process has lost its rows.
-          own: the arrays with its rows; anything if it ``lacks`` them.
+          own: the arrays with this process's rows; anything if it ``lacks`` them.
         """
         returned = jax.block_until_ready(self._back(held))
         return returned if lacks else own
@@ -49,7 +49,7 @@ class Mirror:
 
 
 def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
-    """(from, to) for every position on the mesh; ``processes`` own the devices, in order.
+    """(from, to) for every position on the mesh; ``processes`` has the owner of each device.
 
     >>> pairs([0, 0, 1, 1, 2, 2])
     [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)]
@@ -66,6 +66,6 @@ def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def from_first(value: Json, has_it: bool) -> Json:
-    """A JSON value, broadcast from the first process that has it; all call it together."""
+    """A JSON value, broadcast from the first process that has it; all processes call this."""
     first = watch.gather(has_it).index(True)
     return watch.gather(value if first == jax.process_index() else {})[first]

@@ -46,7 +46,7 @@ _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
 def check_there(path: Path) -> None:
-    """Raises CheckpointError if nothing can be written to the directory of a run.
+    """Raise CheckpointError if nothing can be written to the directory of a run.
 
     If the directory was moved, orbax would create a new one. Without permission, orbax's threads
     would keep the process alive for minutes after it has failed.
@@ -59,12 +59,12 @@ def check_there(path: Path) -> None:
     for folder in (path, path / FOLDER, path / BEST):
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(
-                f"a checkpoint could not be written to {folder}: it is no folder; take it away, "
+                f"a checkpoint could not be written to {folder}: it is not a folder; remove it, "
                 "and the same command continues"
             )
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(
-                f"a checkpoint could not be written to {folder}: permission denied; give it back, "
+                f"a checkpoint could not be written to {folder}: permission denied; grant it, "
                 "and the same command continues"
             )
 
@@ -107,10 +107,10 @@ class Checkpointer:
 
         Args:
           like: shapes and dtypes of the state (n, ...), from `jax.eval_shape`.
-          placement: of the result. A checkpoint with another number of replicas becomes the mean
-            of its replicas: parameters, moments and moving average; a partial window of
-            accumulated gradients is dropped.
-          accum_steps: the window of accumulated Adam.
+          placement: the replicas and their devices. If the checkpoint has another number of
+            replicas, all start from its mean (parameters, moments and moving average), and a
+            partial window of accumulated gradients is dropped.
+          accum_steps: the window of accumulated Adam, in steps.
           say: called with each message for the user.
 
         Raises:
@@ -129,19 +129,19 @@ class Checkpointer:
         return restored
 
     def check(self) -> None:
-        """Raises CheckpointError if the last checkpoint could not be written."""
+        """Raise CheckpointError if the last checkpoint could not be written."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until everything saved so far is on disk; CheckpointError if that fails."""
+        """Wait until everything saved so far is on disk; raises CheckpointError if that fails."""
         writing, self._writing = self._writing, None
         if writing is not None:
             with _writing(self.workdir):
                 writing.result()
 
     def close(self) -> None:
-        """As `wait`; also stops the threads."""
+        """Wait as `wait` does, then stop the threads."""
         try:
             self.wait()
         finally:
@@ -163,7 +163,7 @@ class Checkpointer:
 
 
 def change_of(before: int, now: int) -> str:
-    """A message about `change_replicas` for the log."""
+    """The log line on `decent_jax.checkpoints.arrays.change_replicas`."""
     return (
         f"the checkpoint has {before} replicas and this run {now}: every replica continues from "
         "the mean of the old ones (parameters and moments); an unfinished window of gradients is "
@@ -173,7 +173,7 @@ def change_of(before: int, now: int) -> str:
 
 @contextlib.contextmanager
 def _writing(workdir: Path):
-    """One sentence about an error of a writer, such as a full disk."""
+    """Turn a writer's error, such as a full disk, into a CheckpointError of one sentence."""
     try:
         yield
     except CheckpointError:
@@ -196,8 +196,8 @@ def finish(draft: Path, meta: Json, keep: int) -> None:
 
     Args:
       draft: see `draft_of`.
-      meta: its entries, with the step and the checksums of each part under "checksums".
-      keep: number of checkpoints to keep in its folder.
+      meta: its metadata, with the step, and the checksums of each part under "checksums".
+      keep: number of checkpoints to keep in the folder of the draft.
     """
     meta = meta | {"run": run_of(draft.parent.parent, make=True)}
     text = json.dumps(meta | {"checksum": _checksum_of_meta(meta)}, indent=1)
@@ -205,7 +205,7 @@ def finish(draft: Path, meta: Json, keep: int) -> None:
     final = draft.with_name(str(meta["step"]))
     remove(final)
     os.replace(draft, final)
-    there = steps(draft.parent)  # those of later steps are from a killed session
+    there = steps(draft.parent)  # those of later steps are from a session that was killed
     stay = [step for step in there if step <= meta["step"]][-keep:]
     for step in [step for step in there if step not in stay]:
         remove(draft.with_name(str(step)))
@@ -228,7 +228,7 @@ def clear(workdir: Path) -> None:
 
 
 def drop_best_after(workdir: Path, step: int) -> bool:
-    """Remove best models from steps that a resumed run has yet to reach; whether one is left."""
+    """Remove best models of steps after ``step``; returns whether any model is left."""
     saved = steps(workdir / BEST)
     for later in [s for s in saved if s > step]:
         if jax.process_index() == 0:
@@ -246,7 +246,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def what_next(workdir: Path) -> str:
-    """A description of what the same command would do after a failure."""
+    """A clause on what the same command would do after a failure."""
     there = steps(workdir / FOLDER)
     if there:
         return f"the same command resumes from the checkpoint of step {there[-1]}"
@@ -254,7 +254,7 @@ def what_next(workdir: Path) -> str:
 
 
 def run_of(workdir: Path, make: bool = False) -> str | None:
-    """The identity of the run in a folder; None if it has none."""
+    """The identity of the run in a folder; None if it has none and ``make`` is False."""
     path = workdir / FOLDER / _RUN
     try:
         return str(read_json(path)["id"])
@@ -268,7 +268,7 @@ def run_of(workdir: Path, make: bool = False) -> str | None:
 
 
 def read_meta(checkpoint: Path, run: str | None = None) -> Json:
-    """The meta of one checkpoint.
+    """The metadata of one checkpoint.
 
     Raises:
       OSError, DataError, ValueError: it cannot be read, is damaged, or belongs to another step or
@@ -278,7 +278,7 @@ def read_meta(checkpoint: Path, run: str | None = None) -> Json:
     if not isinstance(meta, dict) or _checksum_of_meta(meta) != meta.get("checksum"):
         raise ValueError("its meta does not match the checksum taken when it was saved")
     if meta["step"] != int(checkpoint.name):
-        raise ValueError("its meta is of another step")
+        raise ValueError("its meta belongs to another step")
     if run is not None and meta["run"] != run:
         raise ValueError("it is a checkpoint of another run")
     return meta
@@ -290,15 +290,15 @@ def first_whole(
     say: Callable[[str], object],
     among: Collection[int] | None = None,
 ) -> tuple[Restored, Json] | None:
-    """The result of ``read`` for the newest readable checkpoint, and its meta; None: none.
+    """The result of ``read`` for the newest readable checkpoint, and its meta; or None.
 
-    All processes of a run call it together and choose the same checkpoint.
+    All processes of a run call this together and choose the same checkpoint.
 
     Args:
       folder: ``checkpoints`` or ``best`` of a run.
       read: takes the folder of a checkpoint and its meta.
       say: called with a message about each damaged checkpoint.
-      among: acceptable steps; None: all.
+      among: steps to consider; None: all.
 
     Raises:
       CheckpointError: there are checkpoints, but none can be read.
@@ -328,7 +328,7 @@ def _checksum_of_meta(meta: Json) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """The cause of an orbax error, in short."""
+    """The cause of an orbax error, in one short line."""
     while error.__cause__ is not None:  # orbax and tensorstore nest it in several layers
         error = error.__cause__
     text = (str(error).splitlines() or [""])[0]

@@ -26,7 +26,7 @@ class Shard(NamedTuple):
 
     Attributes:
       index: [start, stop] in the whole array, per dimension.
-      data: on the host.
+      data: the part, in host memory.
     """
 
     index: list[list[int]]
@@ -44,7 +44,7 @@ def spans(index: Any, shape: tuple[int, ...]) -> list[list[int]]:
 
 
 def write(path: Path, header: Json, arrays: dict[str, list[Shard]]) -> None:
-    """Write a file for `read`; OSError if it cannot be written."""
+    """Write a file for `read`; raises OSError if that fails."""
     about = {
         name: [[shard.index, shard.data.dtype.name, shard.data.shape] for shard in shards]
         for name, shards in arrays.items()

@@ -24,8 +24,8 @@ def computed_once(x: jax.Array) -> jax.Array:
     """``x`` (and its gradient in the backward pass), materialized before it is used.
 
     XLA for CPUs recomputes a cheap sum in every fusion that uses it. The gradient of a residual
-    stream is a sum over all later branches, and each matrix of an earlier branch recomputes it. For
-    the model of configs/multi30k_en_de.py with eight replicas on one core, forward and backward
+    stream is a sum over all later branches, and every matrix of an earlier branch recomputes it.
+    For the model of configs/multi30k_en_de.py with eight replicas on one core, forward and backward
     took 1.24 s without the barrier and 0.79 s with it. The gradient of an activation is recomputed
     as a transposed matrix, against the order of memory: a barrier before GELU makes the step of
     configs/shakespeare.py:cpu 1.3 times as fast. Only programs compiled with `COMPILER_OPTIONS`
@@ -35,7 +35,7 @@ def computed_once(x: jax.Array) -> jax.Array:
 
 
 def _on_cpus() -> bool:
-    """Whether this code is traced for CPUs, and not for devices that are only described."""
+    """Whether this code is traced for CPUs, be they this machine's or only described."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     return described.platform == "cpu" if described else jax.default_backend() == "cpu"
 
@@ -46,7 +46,7 @@ def _on_cpus() -> bool:
 def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
     """``rows.sum(axis)`` by pairwise summation; XLA's CPU reduction over rows is 100 times slower.
 
-    Adding row by row, a mean of 64 rows took ten times as long as pairwise.
+    A mean of 64 rows took ten times as long with rows added one by one as pairwise.
     """
     count = rows.shape[axis]
     middle = count // 2
@@ -66,17 +66,17 @@ _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
 def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-    """Convolution of images, padded with ``size // 2`` zeros on all sides.
+    """Convolution of images that are padded with ``K // 2`` zeros on all sides.
 
     On a CPU, XLA uses its fast kernels for the layouts used here and, outside of loops, for layouts
     that it can transpose to them. JAX's gradients use other layouts: inside ``lax.map`` and
-    ``lax.scan`` they take 20 to 40 times as long as the forward pass. So on CPUs the gradient
-    is written in the layout of the forward pass, with the same result.
+    ``lax.scan`` they take 20 to 40 times as long as the forward pass. Therefore, on CPUs we compute
+    the gradient in the layout of the forward pass, with the same result.
 
     Args:
         x: ``(B, H, W, I)``.
         kernel: ``(K, K, I, O)`` of the same dtype, ``K`` odd.
-        stride: of both axes.
+        stride: stride along both axes.
 
     Returns:
         ``(B, ceil(H / stride), ceil(W / stride), O)``.
@@ -112,7 +112,7 @@ _with_own_gradient.defvjp(_save, _gradients)
 
 
 def _input_gradient(shape, kernel, gradient, stride):
-    """The dilated gradient ``(B, H', W', O)`` convolved with the flipped kernel: ``shape``."""
+    """The dilated gradient ``(B, H', W', O)`` convolved with the flipped kernel, of ``shape``."""
     size = kernel.shape[0]
     before = size - 1 - size // 2
     padding = [
@@ -124,7 +124,7 @@ def _input_gradient(shape, kernel, gradient, stride):
 
 
 def _kernel_gradient(x, shape, gradient, stride):
-    """Input channels as the batch, the batch as channels, and the gradient as the kernel."""
+    """A convolution with input channels as batch, batch as channels, and gradient as kernel."""
     size = shape[0]
     before = size // 2
     padding = [

@@ -52,5 +52,5 @@ def _unworded(bits: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _narrow(x: jax.Array) -> jnp.dtype:
-    """The unsigned integer type as wide as the numbers of x, at most 32 bits."""
+    """The unsigned integer type as wide as the elements of x, but at most 32 bits wide."""
     return jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")

@@ -1,9 +1,9 @@
 """Overlap of communication and computation on CPU hosts, where XLA does not overlap the two.
 
-On a GPU the messages of a round overlap the forward and backward pass, or several steps, because
-XLA starts them first. On CPUs XLA blocks on each message where it sends it and runs the programs of
-one thread one after the other, so a step takes its compute time plus its communication time. Here a
-step is three programs: one computes, on each device by itself; one sends and receives at the same
+On a GPU, the messages of a round overlap the forward and backward pass, or several steps, because
+XLA starts them first. On CPUs, XLA blocks on each message that it sends and runs the programs of
+one thread one after the other, so a step takes its compute time plus its communication time. Here,
+a step is three programs: one computes, on each device by itself; one sends and receives at the same
 time; and one applies the update once the messages have arrived.
 """
 
@@ -56,10 +56,10 @@ def overlapped(
 
     Args:
       whole: the jitted step, ``(state, batch, t, round) -> (state, metrics)``.
-      parts: of the step; None: its messages depend on the gradient.
+      parts: the parts of the step; None: its messages depend on the gradient.
       placement: a `decent_jax.replicas.Placement`.
-      options: XLA's.
-      cached: ``cached(name, compiled, devices=None)`` is a cached executable, or ``compiled()``.
+      options: XLA's compiler options.
+      cached: ``cached(name, compiled, devices=None)`` gives a cached executable or ``compiled()``.
 
     Returns:
       An object with ``lower(...).compile()`` as `jax.jit`; its programs also have ``timed``.

@@ -31,8 +31,8 @@ def compile_each(
         step, and the first replica of the device.
       trees: stacked arrays with the shapes of its later arguments.
       placement: a `decent_jax.replicas.Placement`.
-      options: XLA's.
-      cached: ``cached(name, compiled, devices)`` is a cached executable, or ``compiled()``.
+      options: XLA's compiler options.
+      cached: ``cached(name, compiled, devices)`` returns a cached executable or ``compiled()``.
       donate: indices of the donated trees.
     """
     t, shapes = np.zeros(2, np.int32), [(x.shape, str(x.dtype)) for x in jax.tree.leaves(trees)]
@@ -89,7 +89,7 @@ class PerDevice(NamedTuple):
                 shape, self.placement.stacked, list(parts)
             )
 
-        # Take all shards before any is donated: an array that has lost one gives no others.
+        # Take all shards before any is donated: after that, an array gives out no others.
         parts = [
             (k, jax.tree.map(lambda x, k=k: x.addressable_data(k), trees))
             for k in range(len(self.programs))
@@ -99,7 +99,7 @@ class PerDevice(NamedTuple):
 
 
 def _in_threads(fn: Callable[..., PyTree], arguments: list[tuple]) -> list[Future]:
-    """Calls of ``fn``, each in a thread of its own, which ends with the call."""
+    """Call ``fn`` with each tuple of arguments, in a thread that ends with the call."""
     threads = ThreadPoolExecutor(len(arguments), thread_name_prefix="device")
     futures = [threads.submit(fn, *args) for args in arguments]
     threads.shutdown(wait=False)

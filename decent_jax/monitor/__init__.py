@@ -1,1 +1,1 @@
-"""The numbers that a run measures of itself, where they go, and who reads them."""
+"""A run's measurements of itself: metrics, goodput, trackers, and its state as read from files."""

@@ -36,17 +36,17 @@ class Times(NamedTuple):
 
 
 class CommMetrics:
-    """Seconds of timed steps, bytes by the kernel's counters, and a file per process.
+    """Collects the seconds of timed steps and the bytes that the kernel has counted.
 
-    A run of one process has neither bytes nor a file.
+    Every process of a run of several also writes its latest numbers to ``processes/NAME.json``; in
+    a run of one process there are neither bytes nor a file.
 
     Args:
-      folder: of the run; every process writes its latest numbers to ``processes/NAME.json``.
+      folder: the run directory.
       worker: name of a worker of pipelines; "": a process of `train.py`, named by its index.
 
     Attributes:
-      measured: seconds by name of the last timed step (`decent_jax.cpu.overlap`,
-        `decent_jax.pipelines.executor`).
+      measured: seconds of the last timed step by name, see `decent_jax.cpu.overlap`.
     """
 
     def __init__(self, folder: Path, worker: str = ""):
@@ -56,7 +56,7 @@ class CommMetrics:
         self.measured: dict[str, float] = {}
 
     def row(self, step: int, steps: int) -> dict[str, float]:
-        """This process's entries of the row of ``step``, ``steps`` steps after the last row."""
+        """This process's entries for the row of ``step``, ``steps`` steps after the last row."""
         entries = dict(self.measured)
         if not self._several:
             return entries

@@ -39,14 +39,13 @@ _PATIENCE_S = 5.0  # if a step failed in another process and never ends here
 class Clock:
     """Seconds per category, in this session of a run and the previous ones.
 
-    The categories are disjoint. A session starts in "start", which ends when the first program is
-    compiled. From then on, unclaimed time is "steps". A session that follows a crash is in
-    "recovery" until then.
+    The categories are disjoint. Until the first program is compiled, a session is in "start", or in
+    "recovery" if it follows a crash. From then on, time that no category claims is "steps".
 
     Args:
       now: a clock, in seconds.
       date: a clock, in seconds, with the same origin in all sessions.
-      began: the start of the session on the clock ``now``; None: now.
+      began: when the session began, on the clock ``now``; None: now.
     """
 
     def __init__(
@@ -93,14 +92,14 @@ class Clock:
     # --- Over several sessions --------------------------------------------------------------------
 
     def record(self, ended: bool = False) -> Record:
-        """The record for later sessions; ``ended``: this one ends cleanly."""
+        """The record for later sessions; ``ended``: whether this session ends cleanly."""
         return {"seconds": self.spent(), "date": self._date(), "ended": ended}
 
     def resume(self, saved: Record | None, last: Record | None) -> None:
         """Continue from a checkpoint with the `record` ``saved``; None: from the beginning.
 
-        Later steps in ``last``, the newest record of the run, are lost. The time since ``last`` is
-        recovery, unless that session ended cleanly.
+        The time of later steps in ``last``, the newest record of the run, counts as lost. The time
+        since ``last`` counts as recovery, unless that session ended cleanly.
         """
         known = [record for record in (last, saved) if record is not None]
         if not known:
@@ -122,7 +121,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Training seconds in all sessions until this row: steps that were kept, and data waits."""
+        """Training seconds of all sessions before this row: kept steps, and waiting for data."""
         return self._row
 
     @property
@@ -131,7 +130,7 @@ class Clock:
         return self._spent["data"] - self._data
 
     def begin_row(self, seconds: float = 0.0, waited: float = 0.0) -> None:
-        """Start a row here, ``seconds`` of which have passed in an earlier session."""
+        """Start a row; an earlier session spent ``seconds`` on it, ``waited`` of them for data."""
         self._row, self._data = self._training() - seconds, self._spent["data"] - waited
 
     def of_row(self) -> float:
@@ -139,7 +138,7 @@ class Clock:
         return max(self._training() - self._row, 1e-9)
 
     def lap(self) -> tuple[float, float]:
-        """(seconds, seconds waited for data) of the row that ends here; starts the next."""
+        """End the row and start the next; returns its seconds, and how many waited for data."""
         times = self.of_row(), self.waited
         self.begin_row()
         return times
@@ -154,7 +153,7 @@ _session: contextvars.ContextVar[float | None] = contextvars.ContextVar("session
 
 @contextlib.contextmanager
 def session(seconds: float = 0.0) -> Iterator[None]:
-    """A context for a session; it began ``seconds`` ago, or with the session around it."""
+    """A context for a session, which began ``seconds`` ago, or with an enclosing session."""
     began = _session.get()
     token = _session.set(time.monotonic() - seconds if began is None else began)
     try:
@@ -176,8 +175,8 @@ class Ledger:
 
     Args:
       folder: the run directory.
-      clock: of the run.
-      writes: whether this process represents the run; the others read and write nothing.
+      clock: the run's clock.
+      writes: whether this process represents the run; other processes read and write nothing.
     """
 
     def __init__(self, folder: Path, clock: Clock, writes: bool):
@@ -185,7 +184,7 @@ class Ledger:
         self._due = math.inf  # no record before `resume`
 
     def resume(self, meta: Json) -> None:
-        """Continue from the checkpoint with this ``meta`` (empty: none); write records from now on.
+        """Continue from the checkpoint with this ``meta``, if not empty; write records from now on.
 
         Raises:
           OSError: the file cannot be written.
@@ -198,7 +197,7 @@ class Ledger:
             self._due = self._clock.now()
 
     def keep(self) -> None:
-        """Called after each step: write a record if the last one is a second old."""
+        """Write a record if the last one is a second old; call this after each step."""
         if self._clock.now() >= self._due:
             self._write(ended=False)
 
@@ -219,10 +218,10 @@ class Ledger:
 
 
 class Idle:
-    """How long the devices have been idle; a context with a thread that waits for them.
+    """Measures how long the devices are idle; a context with a thread that waits for them.
 
     Args:
-      now: seconds.
+      now: a clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]):
@@ -232,12 +231,12 @@ class Idle:
         self._thread = threading.Thread(target=self._wait, name="idle devices", daemon=True)
 
     def begin(self, result: object) -> None:
-        """A step was dispatched; ``result`` is an array that it computes."""
+        """Note that a step has been dispatched, which computes the array ``result``."""
         self._begun += 1
         self._results.put(result)
 
     def seconds(self, began: float, ended: float) -> float:
-        """The idle part of an interval that ends now."""
+        """Idle seconds in the interval from ``began`` to ``ended``, which is now."""
         if self._ended < self._begun:
             return 0.0
         return max(0.0, ended - max(began, self._since))
@@ -267,9 +266,9 @@ def summary(clock: Clock) -> Json:
 
 # --- Peaks ----------------------------------------------------------------------------------------
 
-# Peak of a device in bfloat16, dense, in TFLOP/s, from the vendors' data sheets (those of GPUs tend
-# to print twice as much, for sparse matrices); the first row of which all words are in the name
-# counts. A chip of TPU7x has two devices.
+# Dense bfloat16 peak of a device in TFLOP/s, from the vendors' data sheets (those of GPUs tend to
+# print twice as much, for sparse matrices). The first row counts whose words are all in the name of
+# the device. A chip of TPU7x has two devices.
 PEAKS = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -298,17 +297,17 @@ PEAKS = (
     ("TPU v6 lite", 918.0),
     ("TPU7x", 1153.5),
 )
-_PARTS = {"MIG", "Laptop", "D"}  # GPUs with less than the peak of their name
+_PARTS = {"MIG", "Laptop", "D"}  # marks of GPUs below the peak of the rest of their name
 
 
 def peak(devices: Iterable[jax.Device]) -> float | None:
-    """Total bfloat16 FLOP/s of these `jax.Device`; None if one is not in `PEAKS`."""
+    """Total bfloat16 FLOP/s of these devices; None if one of them is not in `PEAKS`."""
     peaks = [peak_of(device.device_kind) for device in devices]
     return None if None in peaks else math.fsum(filter(None, peaks))
 
 
 def peak_of(kind: str) -> float | None:
-    """FLOP/s of a device with this `jax.Device.device_kind`; None: unknown.
+    """Dense bfloat16 FLOP/s of a device with this `jax.Device.device_kind`; None if unknown.
 
     >>> peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA A100-SXM4-80GB MIG 1g.10gb"), peak_of("cpu")
     (756000000000000.0, None, None)

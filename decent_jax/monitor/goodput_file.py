@@ -30,7 +30,7 @@ Record = Json  # see `decent_jax.monitor.goodput.Clock.record`
 
 
 def read(path: Path) -> Record | None:
-    """The record in a file; None if there is none, or it is damaged."""
+    """The record in a file; None if the file is missing or damaged."""
     try:
         record = read_json(path)
         seconds, date, ended = record["seconds"], record["date"], record["ended"]
@@ -48,7 +48,7 @@ def shares(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
-    """A log line with each category that took at least 0.5% of the time, the longest first."""
+    """A log line: goodput, and the categories with at least 0.5% of the time, longest first."""
     total = max(sum(spent.values()), 1e-9)
     causes = sorted(CAUSES, key=lambda cause: -spent[cause])
     words = [f"{spent[x] / total:.0%} {x}" for x in causes if spent[x] >= 0.005 * total]
@@ -61,10 +61,10 @@ def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
 
 
 def add_incident(folder: str | Path, sentence: str, date: float | None = None) -> None:
-    """Append a line in one system call; if the folder is not writable, the incident is lost.
+    """Append an incident in one system call; it is lost if the folder is not writable.
 
     Args:
-      folder: of the run.
+      folder: the run directory.
       sentence: what failed.
       date: seconds since the epoch; None: now.
     """
@@ -76,7 +76,7 @@ def add_incident(folder: str | Path, sentence: str, date: float | None = None) -
 
 
 def incidents(folder: str | Path) -> list[tuple[float, str]]:
-    """(date, sentence) of each valid line, the oldest first."""
+    """(seconds since the epoch, sentence) of each valid line, the oldest first."""
     try:
         lines = read_bytes(Path(folder) / INCIDENTS).splitlines()
     except OSError:

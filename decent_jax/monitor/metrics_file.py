@@ -1,4 +1,4 @@
-"""metrics.jsonl: the rows of a run, and their copies for trackers.
+"""metrics.jsonl: the rows of a run, which trackers also receive.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as workdir:
@@ -26,7 +26,7 @@ from decent_jax.monitor.trackers import Trackers
 
 @dataclass(frozen=True)
 class Log:
-    """Rows of metrics.jsonl, and where else they go."""
+    """The rows of metrics.jsonl, and trackers that also receive them."""
 
     every: int = changeable(10, "steps per row of metrics.jsonl", at_least=1)
     trackers: str = changeable("", "tensorboard, wandb or your own classes; comma-separated")
@@ -47,8 +47,8 @@ class MetricWriter:
     Args:
       workdir: the run directory; created if it is missing.
       trackers: also receive every row.
-      start_step: see above.
-      quiet: write nothing at all; for every process but the first.
+      start_step: the step after which the run continues, see above.
+      quiet: whether to write nothing at all, as every process but the first.
 
     Raises:
       ValueError: the file is damaged.

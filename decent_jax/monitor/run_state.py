@@ -1,4 +1,4 @@
-"""The state of a run, read from its directory, also while it runs; without jax."""
+"""The state of a run, read from its directory, even while it runs; does not import jax."""
 
 import dataclasses
 import json
@@ -26,20 +26,20 @@ _SILENT_S = 60.0  # seconds without a heartbeat after which a run on another hos
 class RunState:
     """A run, as recorded in its directory.
 
-    path: the directory.
-    config: flat; empty if it is missing or damaged.
+    path: the run directory.
+    config: ``config.json`` by dotted names; empty if it is missing or damaged.
     start: ``run.json`` (`decent_jax.train.workdir.Record.write_start`); empty: an older run.
-    summary: flat.
-    rows: of metrics.jsonl.
+    summary: ``summary.json`` by dotted names.
+    rows: the rows of ``metrics.jsonl``.
     spent: seconds per category, "steps" and `decent_jax.monitor.goodput_file.CAUSES`; None: not
         recorded.
     incidents: (seconds since the epoch, sentence), the oldest first.
     owner: the current or last owner: ``"process 7 on myhost"``; "" if unknown.
     runs: whether it runs; None: it is on another host, so only `seen` can tell.
-    seen: the last heartbeat, in seconds since the epoch.
-    saved: the step of the newest checkpoint.
-    peers: by rank, the facts about each peer, see `_peers`.
-    processes: by name, the file of each `decent_jax.monitor.comm_metrics.CommMetrics`.
+    seen: the last sign of life, in seconds since the epoch.
+    saved: the step of the newest checkpoint; None: there is none.
+    peers: the facts about each peer by rank, see `_peers`.
+    processes: the file of each `decent_jax.monitor.comm_metrics.CommMetrics`, by process name.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class RunState:
     processes: dict[str, Json]
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """The newest (step, value) of a metric."""
+        """The newest (step, value) of a metric; None if no row has it."""
         points = ((row["step"], row[name]) for row in reversed(self.rows) if has(row, name))
         return next(points, None)
 
@@ -68,19 +68,19 @@ class RunState:
 
     @property
     def steps(self) -> int | None:
-        """Total steps of the run; None: an older run that counts in epochs."""
+        """Total steps of the run; None if unknown, as for older runs that count epochs."""
         steps = self.start.get("steps")
         if not is_whole(steps):
             steps = None if self.config.get("epochs") else self.config.get("steps")
         return steps if is_whole(steps) else None
 
     def recent(self, name: str) -> float | None:
-        """The median of a metric in the last rows."""
+        """The median of a metric in the last rows; None if none of them has it."""
         return _median(self.rows, name)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds for the remaining steps, without evaluations and checkpoints."""
+        """Seconds for the remaining steps, without evaluations and checkpoints; None if unknown."""
         step_s = self.recent("perf/step_time_s")
         if self.steps is None or step_s is None:
             return None
@@ -88,7 +88,7 @@ class RunState:
 
     @property
     def word(self) -> str:
-        """Its state, in a word or two."""
+        """Its state: starting, running, ended, interrupted, stopped or silent."""
         if self.runs or (self.runs is None and time.time() - self.seen < _SILENT_S):
             return "running" if self.rows else "starting"
         if self.summary.get("steps", -1) >= self.step:  # otherwise it is from an earlier session
@@ -96,7 +96,7 @@ class RunState:
         return "silent" if self.runs is None else "stopped"
 
     def best(self, name: str = "eval/loss") -> float | None:
-        """The lowest validation loss, or the highest of `SCORES`."""
+        """The best value so far of a metric: the highest if it is in `SCORES`, else the lowest."""
         values = [row[name] for row in self.rows if has(row, name)]
         return (max if name in SCORES else min)(values, default=None)
 
@@ -105,7 +105,7 @@ def read(folder: str | Path) -> RunState:
     """The state of the run in a directory.
 
     Raises:
-      RunError: it holds no run, or its metrics are damaged.
+      RunError: the directory holds no run, or its metrics are damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -173,7 +173,7 @@ def _start(path: Path) -> Json:
 
 
 def _processes(start: Json, config: Json) -> list[str]:
-    """The names of the processes; in pipelines of all workers, replica by replica."""
+    """The names of the processes, or of the workers of pipelines, replica by replica."""
     count, stages = start.get("processes", 0), start.get("stages", 0)
     replicas = config.get("num_replicas", 0)
     if is_whole(stages, 1, 1024) and is_whole(replicas, 1, 1024):
@@ -182,14 +182,14 @@ def _processes(start: Json, config: Json) -> list[str]:
 
 
 def _spent(summary: Json) -> dict[str, float] | None:
-    """Seconds per category of a run that has ended."""
+    """Seconds per category of a run that has ended; None if it recorded none."""
     recorded = {cause: summary.get(f"goodput.seconds.{cause}") for cause in ("steps", *CAUSES)}
     spent = {cause: float(x) for cause, x in recorded.items() if x is not None and is_real(x)}
     return spent if len(spent) == len(recorded) else None
 
 
 def _owner(path: Path) -> tuple[str, bool | None]:
-    """The last owner of the lock, and whether it still holds it (`/proc/locks`)."""
+    """The last owner of the lock, and whether it still holds it; None: unknown."""
     try:
         owner, inode = read_text(path / LOCK).strip(), (path / LOCK).stat().st_ino
     except (OSError, ValueError):
@@ -224,9 +224,9 @@ def _newest_checkpoint(path: Path) -> int | None:
 
 
 def _peers(path: Path, rows: list[Json]) -> dict[int, Json]:
-    """By rank: ``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale``.
+    """``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale`` of each peer, by rank.
 
-    From the peer's own rows, and from the last row of the run that names it.
+    They come from the peer's own rows, and from the last row of the run that has its ``steps``.
     """
     ranks = [p for p in (path / PEERS).glob("*") if p.name.isdecimal()]
     alive = entries(path / "peers.json")
@@ -250,7 +250,7 @@ def _peers(path: Path, rows: list[Json]) -> dict[int, Json]:
 
 
 def as_json(state: RunState) -> str:
-    """One line of JSON for scripts."""
+    """The state as one line of JSON, for scripts."""
     words = {
         "path": str(state.path),
         "state": state.word,

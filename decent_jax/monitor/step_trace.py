@@ -13,7 +13,7 @@ TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
 @dataclass(frozen=True)
 class Profile:
-    """The trace of jax's profiler."""
+    """Whether jax's profiler traces some steps."""
 
     count: int = changeable(0, "steps to trace into workdir/profile, after 10", at_least=0)
 
@@ -24,7 +24,7 @@ class StepTrace:
     Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
     under ``workdir/profile``.
 
-    If messages overlap several steps, the trace starts and ends between these blocks.
+    If a message overlaps several steps, the trace starts and ends only before or after them.
     """
 
     def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):
@@ -32,7 +32,7 @@ class StepTrace:
         self._tracing, self._began = False, 0
 
     def turn(self, t: int, steps: int, state: object) -> None:
-        """Before ``steps`` from t on: start or end the trace, once ``state`` is computed."""
+        """Before ``steps`` steps from t on, start or end the trace once ``state`` is computed."""
         if t >= self._began + self._count:
             self.finish(t, state)
         if self._count and t <= TRACED_AFTER < t + steps:

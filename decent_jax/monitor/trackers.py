@@ -1,9 +1,9 @@
 """Trackers of a run's numbers: TensorBoard, Weights & Biases, or your own class.
 
 ``config.log.trackers`` names them, comma-separated: ``"tensorboard,wandb"``. A tracker is a class
-with the methods of `Tracker`. Your own needs nothing else: its name is its path, such as
+with the methods of `Tracker`. You name your own class by its path, such as
 ``"mypackage.logs.MyTracker"``, or ``"my_logs.MyTracker"`` for a ``my_logs.py`` next to the config
-file, or a name from `register`.
+file, or by the name under which you `register` it.
 """
 
 import importlib.util
@@ -27,37 +27,37 @@ class Tracker(Protocol):
     """
 
     def __init__(self, workdir: Path, start_step: int):
-        """Start, or resume after ``start_step`` steps: later steps will be logged again."""
+        """Start, or resume after ``start_step``; steps after it will be logged again."""
 
     def log_hyperparameters(self, config: Mapping[str, object]) -> None:
-        """The config, flat: ``{"model.layers": 12}``; once per session, before the first row."""
+        """Receive the config, ``{"model.layers": 12}``, once per session and before any row."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Numbers of a row of ``metrics.jsonl``; a step may come twice, with other names."""
+        """Receive numbers of a ``metrics.jsonl`` row; a step may recur with other names."""
 
     def log_summary(self, summary: Mapping[str, object]) -> None:
-        """The contents of ``summary.json``, nested; at the end, also of an interrupted session."""
+        """Receive ``summary.json``, nested, when a session ends, even if it was interrupted."""
 
     def finish(self) -> None:
-        """The session ends, for whatever reason."""
+        """End the session, for whatever reason."""
 
 
-# By name, what makes one from (workdir, start_step).
+# Trackers by name; each is called with (workdir, start_step).
 TRACKERS: dict[str, Callable[..., Tracker]] = {}
 
 
 def register(name: str, tracker: Callable[..., Tracker]) -> None:
-    """Registers a class under ``config.log.trackers = name``, in this process.
+    """Register a tracker in this process.
 
     Args:
-      name: for configs.
+      name: its name in ``config.log.trackers``.
       tracker: a class with the methods of `Tracker`.
     """
     TRACKERS[name] = tracker
 
 
 def named(names: str) -> dict[str, Callable[..., Tracker]]:
-    """The classes that ``config.log.trackers`` names.
+    """The tracker classes that ``config.log.trackers`` names, by name.
 
     Raises:
       ConfigError: there is no such class, it lacks a method, or its package is not installed.
@@ -87,12 +87,12 @@ def _find(name: str) -> Callable[..., Tracker]:
 
 
 class Trackers:
-    """All trackers of a run as one that never raises.
+    """All trackers of a run as a single one that never raises.
 
     Args:
-      makes: factories by name.
-      workdir, start_step: for them.
-      say: called with a message for each dropped tracker.
+      makes: tracker classes by name.
+      workdir, start_step: their arguments.
+      say: called with a message about each tracker that fails, which is then dropped.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Trackers:
         for name, tracker in list(self._all.items()):
             try:
                 call(name, tracker)
-            except Exception as error:  # of anybody's code
+            except Exception as error:  # the user's code may raise anything
                 del self._all[name]
                 what = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 200)
                 self._say(f"log.trackers: {name} failed and gets no more rows ({what})")
@@ -147,20 +147,20 @@ class TensorBoard:
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
     def log_hyperparameters(self, config: Mapping[str, object]) -> None:
-        """The config as text, next to the curves."""
+        """Write the config as text, next to the curves."""
         self._write("config", config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A point of each curve."""
+        """Add a point to each curve."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def log_summary(self, summary: Mapping[str, object]) -> None:
-        """The summary as text."""
+        """Write the summary as text."""
         self._write("summary", flat(summary))
 
     def finish(self) -> None:
-        """Write what is pending."""
+        """Write pending events."""
         self._writer.close()
 
     def _write(self, name: str, entries: Mapping[str, object]) -> None:
@@ -188,19 +188,19 @@ class WandB:
         )
 
     def log_hyperparameters(self, config: Mapping[str, object]) -> None:
-        """The run's config; a resumed run may have changed some of it."""
+        """Set the run's config; a resumed run may have changed some of it."""
         self._run.config.update(dict(config), allow_val_change=True)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A point of each curve."""
+        """Add a point to each curve."""
         self._run.log(dict(metrics), step=step)
 
     def log_summary(self, summary: Mapping[str, object]) -> None:
-        """The run's summary."""
+        """Set the run's summary."""
         self._run.summary.update(plain(summary))
 
     def finish(self) -> None:
-        """Upload what is pending."""
+        """Upload pending rows."""
         self._run.finish()
 
 

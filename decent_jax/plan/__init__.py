@@ -1,1 +1,1 @@
-"""The interface between planner and runners: the plan file and the order of micro-batches."""
+"""What planner and runners share: the plan file and the order of micro-batches."""

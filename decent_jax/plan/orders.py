@@ -20,10 +20,10 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
     inputs. Both take the same time on links without latency.
 
     Args:
-      name: of `ORDERS`.
-      stages: S.
-      micro_batches: M.
-      stage: 0 to S - 1.
+      name: one of `ORDERS`.
+      stages: S, the number of stages.
+      micro_batches: number of micro-batches per step.
+      stage: number of the stage, 0 to S - 1.
     """
     all_first = name == "gpipe" and stage < stages - 1
     ahead = micro_batches if all_first else min(stages - 1 - stage, micro_batches)
@@ -39,12 +39,12 @@ def divide(layers: int, stages: int, last_costs: float = 0.0) -> list[int]:
     """Layers per stage, at least one each, that minimize the time of the slowest stage.
 
     Args:
-      layers: of the model, all with equal cost.
-      stages: S.
+      layers: the number of layers, all of equal cost.
+      stages: S, the number of stages.
       last_costs: cost of the output layer in the last stage, in layers.
 
     Raises:
-      ConfigError: fewer layers than stages.
+      ConfigError: there are fewer layers than stages.
     """
     if stages > layers:
         raise ConfigError.about("pipeline.stages", stages, f"must be at most the {layers} layers")
@@ -64,10 +64,10 @@ def divide(layers: int, stages: int, last_costs: float = 0.0) -> list[int]:
 
 
 def layers_of(text: str, layers: int, stages: int, last_costs: float) -> list[int]:
-    """The layers in ``pipeline.layers``: "" for `divide`, or a list such as "4,4,3".
+    """Layers per stage, from the text of ``pipeline.layers``: "4,4,3", or "" to use `divide`.
 
     Raises:
-      ConfigError: it does not fit the model.
+      ConfigError: the text does not fit the model.
     """
     balanced = divide(layers, stages, last_costs)  # also checks the number of stages
     if not text:
@@ -78,6 +78,6 @@ def layers_of(text: str, layers: int, stages: int, last_costs: float) -> list[in
         why = f"must be empty or {stages} comma-separated numbers of at least 1, one per stage"
         raise ConfigError.about("pipeline.layers", text, why)
     if sum(counts) != layers:
-        why = f"must have the model's {layers} layers together, not {sum(counts)}"
+        why = f"must add up to the model's {layers} layers, not to {sum(counts)}"
         raise ConfigError.about("pipeline.layers", text, why)
     return counts

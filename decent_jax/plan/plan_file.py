@@ -28,10 +28,10 @@ class Plan:
 
     devices: names of the network's devices; replica i lives on ``devices[i]``, or its stage s on
       ``devices[i * stages + s]``.
-    schedule: of the replicas, one that `topology.make` gives by its name.
+    schedule: the communication schedule, which `topology.make` can make from its name.
     mix_every: steps from one round to the next.
     expected: predictions by name, for people; no run reads them.
-    stages: per replica, each on its own device.
+    stages: number of stages per replica, each on its own device.
     """
 
     devices: tuple[str, ...]
@@ -55,10 +55,10 @@ class Plan:
             )
 
     def device_order(self, devices: Sequence[str]) -> list[int]:
-        """The device of each replica: indices into ``devices``, the names in the current cluster.
+        """The device of each replica, as indices into ``devices``, the names in this cluster.
 
         Raises:
-          ValueError: these are not the devices of the plan.
+          ValueError: ``devices`` are not those of the plan.
         """
         where = {name: index for index, name in enumerate(devices)}
         if len(devices) != len(self.devices):
@@ -80,7 +80,7 @@ class Plan:
         """Write the plan as JSON, atomically.
 
         Raises:
-          ValueError: `topology.make` does not give this schedule by its name.
+          ValueError: `topology.make` does not make this schedule from its name.
         """
         write_json_atomic(
             path,
@@ -99,13 +99,13 @@ def load(path: str | Path) -> Plan:
     """The plan in a file that `Plan.save` wrote.
 
     Raises:
-      ValueError: names the file and what is wrong with it.
+      ValueError: the file is missing or wrong; the message names it and the reason.
     """
     fields = read_format(path, "plan", FORMAT)
     try:
         stages, schedule = fields["stages"], fields["schedule"]
         if not isinstance(schedule["name"], str):
-            raise TypeError(f"the name of its schedule is no text, but {shown(schedule['name'])}")
+            raise TypeError(f"its schedule has the name {shown(schedule['name'])}, not a string")
         n = len(fields["devices"]) // stages
         return Plan(
             tuple(str(name) for name in fields["devices"]),
@@ -132,6 +132,6 @@ def _named(schedule: topology.Schedule) -> dict:
             ):
                 return {"name": schedule.name, "replicas_per_node": size}
     raise ValueError(
-        f"a plan names its schedule, and topology.make({schedule.name!r}, {n}) does not give this "
+        f"a plan names its schedule, but topology.make({schedule.name!r}, {n}) does not make this "
         "one; register it under a name of its own (decent_jax.topology.register)"
     )

@@ -124,7 +124,7 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
     if folder != ".":
         (tmp_path / folder).rmdir()
         (tmp_path / folder).touch()
-        with refuses(tmp_path / folder, "no folder", error=CheckpointError):
+        with refuses(tmp_path / folder, "not a folder", error=CheckpointError):
             on_disk.check_there(tmp_path)
 
 
