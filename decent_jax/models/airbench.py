@@ -1,9 +1,9 @@
 """airbench94 (Jordan, 2024), which learns CIFAR-10 in 8 epochs: its network and its optimizer.
 
 Source: github.com/KellerJordan/cifar10-airbench, airbench94_muon.py. A frozen first layer whitens
-patches of 2x2 pixels; three groups of two convolutions follow, which begin as the identity as far
-as they can; `resnet` has the functions that use it. The optimizer is Muon for filters, SGD for the
-rest.
+patches of 2x2 pixels. Three groups of two convolutions follow, initialized as the identity where
+they have inputs for it. `resnet` has the functions that use the network. The optimizer is Muon for
+filters and SGD for the rest.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from decent_jax.models import pieces
 from decent_jax.models.pieces import Params
 from decent_jax.models.resnet import BatchNorm, Conv
 
-PATCH = 2  # pixels, sides of what is whitened
+PATCH = 2  # pixels, side of a patch that is whitened
 _PATCH_EPSILON = 5e-4  # added to the variances of patches
 
-_BATCH = 2000  # images, whose losses are summed there; here a loss is their mean
+_BATCH = 2000  # images; the source sums their losses, and here the loss is their mean
 # Rates and weight decay as published, for that sum; the rate of the filters is the run's.
 _FILTERS, _BIASES, _HEAD, _DECAY = 0.24, 0.053, 0.67, 2e-6 * _BATCH
-_WHITENED = 3 / 8  # of the run, in which the biases after the whitening are trained
+_WHITENED = 3 / 8  # share of the run in which the biases after the whitening are trained
 
 
 @dataclasses.dataclass(frozen=True)
 class AirbenchConfig:
-    """Shape and numerics; ``width`` is the channels of the first group, the others have four times.
+    """Shape and numerics: ``width`` channels in the first group, four times as many in the others.
 
     The other attributes are those of `resnet.ResNetConfig`.
     """
@@ -50,11 +50,11 @@ class AirbenchConfig:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Channels of each."""
+        """The number of channels of each group."""
         return (self.width, 4 * self.width, 4 * self.width)
 
     def pixels(self, size: int, module: str, *inner: str) -> int:
-        """Pixels of what a convolution gives, of images of this size."""
+        """The number of output pixels of a module for images of this size; 1 for the last layer."""
         if module == "fc":
             return 1
         size -= PATCH - 1
@@ -67,9 +67,9 @@ PRESETS = {"airbench94": AirbenchConfig()}
 
 
 class Airbench(nnx.Module):
-    """Whitening, three groups, the largest value of each channel, a linear layer without biases.
+    """Whitening, three groups, the maximum of each channel, a linear layer without biases.
 
-    Its ``whiten`` has a kernel of zeros, which `whitening` replaces; no gradient reaches it.
+    The kernel of ``whiten`` is zeros until that of `whitening` replaces it; no gradient reaches it.
     """
 
     def __init__(self, config: AirbenchConfig, *, rngs: nnx.Rngs):
@@ -101,7 +101,7 @@ class Airbench(nnx.Module):
 
 
 class Group(nnx.Module):
-    """Convolution, the largest of 2x2 pixels, norm, GELU; convolution, norm, GELU."""
+    """Convolution, 2x2 max pool, norm, GELU; convolution, norm, GELU."""
 
     def __init__(self, config: AirbenchConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
         self.conv1, self.conv2 = (
@@ -118,7 +118,7 @@ class Group(nnx.Module):
 
 
 def _identity(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Filters ``(3, 3, I, O)`` of which the first I give their inputs, the rest uniform ones."""
+    """Filters ``(3, 3, I, O)``: the first I return their inputs, the others are drawn uniformly."""
     random = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")(key, shape, dtype)
     same = jnp.zeros(shape, dtype).at[1, 1].set(jnp.eye(*shape[2:], dtype=dtype))
     return jnp.where(jnp.arange(shape[3]) < shape[2], same, random)
@@ -145,11 +145,11 @@ def whitening(images: np.ndarray) -> np.ndarray:
 
 
 def optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Muon for filters, SGD with Nesterov's momentum for biases and the last layer.
+    """Muon for filters, SGD with Nesterov momentum for biases and the last layer.
 
-    The latter's rates keep their published ratio to ``learning_rate``, the rate of the filters,
-    which decays linearly from 0.24 to 0. A filter has a norm of 1 on average before each of its
-    updates.
+    The rates of SGD keep their published ratios to ``learning_rate``, the rate of the filters,
+    which decays linearly from 0.24 to 0. Before each update, filters are rescaled to a norm of 1 on
+    average.
     """
 
     def sgd(peak, share=1.0):

@@ -49,12 +49,12 @@ def beam_search(
     Compiled once per shape of ``source``, ``beam`` and ``max_extra``.
 
     Args:
-      config: of the model.
+      config: the model's shape and numerics.
       params: as `transformer.init` returns them.
       source: ``(B, S)`` int32, `PAD` after the sentence. A row of only padding, which fills up a
         batch, gets an empty hypothesis.
       beam: hypotheses to keep. 1 is greedy search: the likeliest token each time, until `END`.
-      alpha: exponent of the length penalty, at least 0; 0 prefers short sentences, 1 is close
+      alpha: exponent of the length penalty, at least 0; 0 favours short sentences, 1 comes close
         to the mean log probability of a token.
       max_extra: a hypothesis has at most this many tokens more than its source. One that reaches
         this limit without `END` is returned only if no hypothesis of its sentence has ended.
@@ -66,7 +66,7 @@ def beam_search(
 
 
 class _State(NamedTuple):
-    """Between two tokens; ``tokens`` are ``(B, beam, 1 + L)``, `START` first."""
+    """The search between two tokens; ``tokens`` are ``(B, beam, 1 + L)`` int32, `START` first."""
 
     step: jax.Array  # () int32, tokens chosen
     alive_tokens: jax.Array
@@ -78,7 +78,7 @@ class _State(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra"))
 def _search(config, params, source, alpha, beam, max_extra):
     """`Hypotheses`, and the number of steps taken."""
-    # cuDNN gains nothing for queries this short.
+    # cuDNN is no faster for queries this short.
     config = dataclasses.replace(config, attention="xla")
     model = transformer.merge(config, params)
     decode = _Decoder(model, source)
@@ -123,7 +123,7 @@ def _search(config, params, source, alpha, beam, max_extra):
         return new, jax.tree.map(lambda x: _take(x, parents), cache)
 
     batch, longest = source.shape[0], source.shape[1] + max_extra
-    # Per layer keys and values.
+    # Keys and values of each layer.
     empty = jnp.zeros(
         (batch, beam, longest, config.heads, config.width // config.heads), config.dtype
     )
@@ -155,11 +155,11 @@ def _best(state: _State, penalties: jax.Array) -> Hypotheses:
 
 
 class _Decoder:
-    """The decoder, one token at a time, on sentences that are encoded once.
+    """The decoder, one token at a time, for sentences that are encoded once.
 
     Args:
-      model: of `transformer.merge`, in this trace.
-      source: ``(B, S)``.
+      model: from `transformer.merge`, within this trace.
+      source: ``(B, S)`` int32.
     """
 
     def __init__(self, model: transformer.Transformer, source: jax.Array):
@@ -186,8 +186,8 @@ class _Decoder:
 
 
 def _attend_cache(layer, step, past, new_cache, h, rng):
-    """Self-attention of ``h`` ``(B, beam, width)``, each row to its own past; the keys and values
-    with its own are appended to ``new_cache``."""
+    """Self-attention of ``h`` ``(B, beam, width)``, each row over its own past. Appends the layer's
+    keys and values, with those of ``h`` at ``step``, to ``new_cache``."""
     attention = layer.self_attention
     new_cache.append(
         tuple(
@@ -212,7 +212,7 @@ def _attend_memory(layer, memory, lengths, h, rng):
 
 
 def _take(x, indices):
-    """Rows ``indices`` ``(B, K)`` of the second axis of ``x`` ``(B, N, ...)``."""
+    """The entries ``indices`` ``(B, K)`` along the second axis of ``x`` ``(B, N, ...)``."""
     return jax.vmap(lambda row, i: row[i])(x, indices)
 
 

@@ -26,10 +26,10 @@ PRESETS: dict[str, Config] = {**gpt2.PRESETS, **llama.PRESETS}
 
 
 def init(config: Config, key: jax.Array) -> Params:
-    """Initial parameters: a nested dict of float32 arrays.
+    """Draws the initial parameters: a nested dict of float32 arrays.
 
-    Normal with standard deviation ``init_std``; matrices that write into the residual stream are
-    scaled by ``1 / sqrt(2 * layers)``; biases are 0, scales of norms 1.
+    Matrices are normal with standard deviation ``init_std``; those that write into the residual
+    stream are scaled by ``1 / sqrt(2 * layers)``. Biases are 0, scales of norms 1.
     """
     return pieces.init(network(config), config, key)
 
@@ -110,10 +110,10 @@ def generate(
     token changes its position, and each step runs the model over the whole window.
 
     Args:
-      config: of the model (static).
-      params: as the ``init`` of the model returns them.
+      config: the model's shape and numerics (static).
+      params: as `init` returns them.
       prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
-      num_tokens: how many to add (static: each number compiles once).
+      num_tokens: the number of tokens to add (static: each number compiles once).
       key: for sampling; unused at temperature 0.
       temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
       top_k: sample among the k likeliest tokens (static); 0 is all of them.
@@ -126,7 +126,7 @@ def generate(
     tokens = jnp.pad(prompt_tokens, ((0, 0), (0, num_tokens)))
 
     def put(tokens, position, logits):
-        """Writes the sample from ``logits`` (B, V) at ``position``, which alone selects the key."""
+        """Writes a sample from ``logits`` (B, V) at ``position``, from which its key is derived."""
         new = _sample(logits, jax.random.fold_in(key, position), temperature, top_k)
         return tokens.at[:, position].set(new.astype(tokens.dtype))
 

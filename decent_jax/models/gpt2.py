@@ -22,7 +22,7 @@ class GPT2Config:
         multiple of 128, is faster on GPUs.
       context: longest sequence; rows of the position embedding.
       layers: number of blocks.
-      heads: attention heads of a block; divides ``width``.
+      heads: attention heads per block; divides ``width``.
       width: size of a hidden vector.
       bias: biases in linear layers and LayerNorms; False removes all of them.
       dropout: rate for embeddings, attention probabilities and residual branches.
@@ -31,8 +31,8 @@ class GPT2Config:
       remat: recompute each block in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
         cuDNN where it applies.
-      init_std: of the initial matrices and embeddings; a narrow model learns faster with a larger
-        one, about ``width ** -0.5``.
+      init_std: standard deviation of the initial matrices and embeddings; a narrow model learns
+        faster with a larger one, about ``width ** -0.5``.
       tied: whether the token embedding is also the output layer, as published.
     """
 
@@ -108,7 +108,7 @@ class GPT2(nnx.Module):
         Args:
           tokens: ``(B, T)`` integers in ``[0, vocab_size)``, ``T <= context``. A token beyond
             the vocabulary gives NaN.
-          dropout_rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
+          dropout_rng: key for dropout; there is none if it is None or ``config.dropout`` is 0.
 
         Returns:
           ``(B, T, vocab_size)`` in ``config.dtype``.
@@ -140,10 +140,10 @@ class GPT2(nnx.Module):
         return x
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embeddings of tokens ``(B, T)`` at positions ``(T,)``: ``(B, T, width)`` in dtype.
+        """Embeddings ``(B, T, width)`` of tokens ``(B, T)`` at positions ``(T,)``, in ``dtype``.
 
-        Looked up and added in float32, so that the gradient of a frequent token or of a position
-        is summed over the batch in float32 too.
+        They are looked up and added in float32, so that the gradient of a frequent token or of a
+        position is also summed over the batch in float32.
         """
         x = self.wte(tokens) + self.wpe(positions)[None]
         return x.astype(self.config.dtype)
@@ -177,7 +177,7 @@ class DecoderBlock(nnx.Module):
 
 
 class CausalAttention(nnx.Module):
-    """Causal self-attention, queries, keys and values from one matrix."""
+    """Causal self-attention with queries, keys and values from one matrix."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
@@ -192,7 +192,7 @@ class CausalAttention(nnx.Module):
     def qkv(self, x: jax.Array, positions: jax.Array) -> list[jax.Array]:
         """``(B, T, width)`` to three arrays ``(B, T, heads, width / heads)``.
 
-        ``positions`` ``(T,)`` is for a Llama; here the embedding has already added them.
+        Only a Llama uses ``positions`` ``(T,)``; here the embedding has already added them.
         """
         del positions
         parts = jnp.split(self.c_attn(x), 3, axis=-1)
@@ -200,7 +200,7 @@ class CausalAttention(nnx.Module):
 
 
 class GeluMLP(nnx.Module):
-    """MLP with four times the width inside and GELU in the tanh approximation."""
+    """An MLP with four times the width inside and the tanh approximation of GELU."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         self.c_fc = linear(config, config.width, 4 * config.width, rngs)
@@ -212,7 +212,7 @@ class GeluMLP(nnx.Module):
 
 @jax.checkpoint
 def _gelu(x: jax.Array) -> jax.Array:
-    """Keeps only ``x`` for the backward pass, not a second array of its size."""
+    """GELU that keeps only ``x`` for the backward pass, not a second array of its size."""
     return jax.nn.gelu(x, approximate=True)
 
 

@@ -1,5 +1,5 @@
-"""The ``config.json`` of ``transformers``: written with an export, and checked for the weights
-from which a run starts."""
+"""The ``config.json`` of ``transformers``: written with an export, and checked if a run starts
+from published weights."""
 
 import os
 from pathlib import Path
@@ -117,7 +117,7 @@ _FIELDS = {  # fields of a run's config that correspond to keys of config.json
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and of those before
 _OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# They do not affect the function that the weights compute (vocab_size: its rows are checked).
+# Keys that do not affect what the weights compute (vocab_size: the rows themselves are checked).
 _NEUTRAL = {*_ROPE} | set(
     str.split(
         "_attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels "
@@ -140,12 +140,12 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     """Raises ValueError, in one sentence, if a ``config.json`` describes another model than config.
 
     Every key is checked. A key that this model does not support is refused by name; a key that
-    contradicts the run's config is refused with the settings that match. Without the file nothing
-    is checked.
+    contradicts the run's config is refused with the settings that match. If there is no file,
+    nothing is checked.
 
     Args:
-      path: of the ``config.json``.
-      config: of the run's model.
+      path: the ``config.json``.
+      config: the run's model.
       own_head: whether the weights have an output layer; a config without tied weights is then
         correct whatever the file says.
     """
@@ -153,7 +153,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
         return
     wanted = describe(config)
     kind: str = wanted["model_type"]
-    otherwise = f"describes no {kind!r} of transformers; fetch it again, or take it away"
+    otherwise = f"describes no {kind!r} of transformers; fetch it again, or remove it"
     said = read_json(path, otherwise)
     if not isinstance(said, dict) or said.get("model_type") != kind:
         named = said.get("model_type") if isinstance(said, dict) else None
@@ -188,7 +188,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
 
 
 def _complete(kind: str, said: dict) -> dict:
-    """The same with the defaults of ``transformers``, normalized."""
+    """``said``, completed by the defaults of ``transformers`` and normalized."""
     said = _DEFAULTS[kind] | said
     for key in ("activation_function", "hidden_act"):
         if key in said:

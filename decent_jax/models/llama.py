@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023; Llama 3, 2024) in Flax NNX.
 
-A decoder with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, without biases and
-dropout; otherwise like GPT-2. `decoders` has the functions that use it.
+A decoder like GPT-2, but with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, and
+without biases and dropout. `decoders` has the functions that use it.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class LlamaConfig:
       vocab_size: rows of the token embedding.
       context: longest sequence in training; the model has no parameters for positions.
       layers: number of blocks.
-      heads: query heads of a block; divides ``width``.
+      heads: query heads per block; divides ``width``.
       kv_heads: key-value heads, each read by ``heads / kv_heads`` query heads.
       width: size of a hidden vector.
       hidden: width of the MLP.
@@ -74,7 +74,7 @@ class Llama(gpt2.GPT2):
     """Pre-RMSNorm decoder, or a part of one; arguments as for GPT-2."""
 
     def add_positions(self, rngs: nnx.Rngs) -> None:
-        """None: attention rotates queries and keys instead."""
+        """Adds no parameters: attention rotates queries and keys instead."""
 
     def block(self, rngs: nnx.Rngs) -> gpt2.DecoderBlock:
         return gpt2.DecoderBlock(self.config, rngs, _rms_norm, GroupedAttention, SwiGLU)
@@ -85,7 +85,7 @@ class Llama(gpt2.GPT2):
             self.lm_head = linear(self.config, self.config.width, self.config.vocab_size, rngs)
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embeddings of tokens ``(B, T)``: ``(B, T, width)`` in dtype; positions come later."""
+        """Embeddings of tokens ``(B, T)``: ``(B, T, width)`` in ``config.dtype``."""
         del positions
         return self.wte(tokens).astype(self.config.dtype)
 
@@ -127,7 +127,7 @@ class SwiGLU(nnx.Module):
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions (Su et al., 2021) of ``(B, T, heads, D)``, in float32.
+    """Applies rotary positions ``(T,)`` (Su et al., 2021) to ``(B, T, heads, D)``, in float32.
 
     The pair ``(x[i], x[i + D/2])`` is rotated by ``position * theta ** (-2 i / D)``.
     """

@@ -1,4 +1,4 @@
-"""Shared by all models: checks, layers, attention, the loss, the adapter."""
+"""What all models share: checks, the functional adapter, layers, attention and the loss."""
 
 import functools
 import math
@@ -56,13 +56,13 @@ def _abstract(module: Callable[..., nnx.Module], config: Config) -> tuple[nnx.Gr
 
 
 def count(tree: Params) -> int:
-    """Numbers in all arrays of ``tree``, which may be `shapes`."""
+    """The number of elements in all arrays of ``tree``, which may come from `shapes`."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def decay_mask(params: Params) -> Params:
     """The weight-decay mask: True for matrices (embeddings and kernels), False for biases and
-    the scales of norms. It goes by name, so stacked parameters give the same mask."""
+    the scales of norms. It depends on names only, so stacked parameters give the same mask."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )
@@ -90,7 +90,7 @@ def layer_norm(config: Config, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Laye
 
 
 def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    """Dropout: a share ``rate`` of ``x`` becomes 0, the rest is scaled up; no key: identity."""
+    """Dropout: a share ``rate`` of ``x`` becomes 0, the rest is scaled up; ``x`` without a key."""
     if rng is None:
         return x
     keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
@@ -123,15 +123,15 @@ def attention(
     causal: bool = False,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """Queries ``(B, T, heads, D)`` read values ``(B, S, heads, D)``: ``(B, T, heads, D)``.
+    """Scaled dot-product attention, ``(B, T, heads, D)``.
 
     Args:
-      config: names the kernel (``attention``) and the rate of ``dropout``.
-      query: of every position that attends.
-      key, value: of every position that is attended to.
+      config: has the kernel (``attention``) and the rate of ``dropout``.
+      query: ``(B, T, heads, D)``.
+      key, value: ``(B, S, kv_heads, D)``; ``kv_heads`` divides ``heads``.
       lengths: ``(B,)`` int32, at least 1, visible keys of each sentence; None: all. Lengths, not a
         mask: cuDNN turns a mask into a ``(B, heads, T, S)`` bias, and refuses it for odd T or S.
-      causal: position t attends only to keys 0 to t.
+      causal: whether position t attends only to keys 0 to t.
       rng: key for dropout of the probabilities, which are then materialized: slower and larger.
     """
     if rng is not None:
@@ -178,7 +178,7 @@ def attention_weights(
 
 
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """Sums of values ``(B, S, heads, D)`` by weights ``(B, heads, T, S)``."""
+    """Values ``(B, S, heads, D)`` summed by weights ``(B, heads, T, S)``: ``(B, T, heads, D)``."""
     return jnp.einsum("bhts,bshd->bthd", weights.astype(value.dtype), value)
 
 

@@ -1,8 +1,8 @@
 """ResNets (He et al., 2016; version 1.5) in Flax NNX, and their functional adapter.
 
 Besides its parameters a ResNet has statistics: the running mean and variance of each batch norm,
-which training updates without a gradient and evaluation normalizes with. Both are plain nested
-dicts, and a training step needs only functions of them::
+which training updates without a gradient and evaluation normalizes with. Parameters and statistics
+are plain nested dicts, and a training step needs only functions of them::
 
     config = PRESETS["resnet50"]
     params, statistics = init(config, jax.random.key(0))
@@ -39,8 +39,8 @@ class ResNetConfig:
     """Shape and numerics of a ResNet.
 
     Attributes:
-      blocks: residual blocks of each stage; a stage halves the height and width (not the first)
-        and doubles the channels.
+      blocks: number of residual blocks of each stage; every stage after the first halves the
+        height and width and doubles the channels.
       bottleneck: blocks of 1x1, 3x3 and 1x1 convolutions with four times the channels outside,
         instead of two 3x3 convolutions.
       width: channels inside the blocks of the first stage.
@@ -73,7 +73,7 @@ class ResNetConfig:
         return ResNet
 
     def pixels(self, size: int, *modules: str) -> int:
-        """Of what a convolution gives for images of a size; the last layer has one."""
+        """The number of output pixels of a module for images of this size; 1 for the last layer."""
         if modules == ("fc",):  # works on the mean of all pixels
             return 1
         return (-(-size // _shrunk(self, *modules))) ** 2  # padded so that halving rounds up
@@ -127,8 +127,8 @@ class ResNet(nnx.Module):
 
         Args:
           images: ``(B, H, W, 3)`` floats, normalized.
-          train: normalize with the statistics of this batch and update the running ones, instead
-            of normalizing with the running ones.
+          train: True normalizes with the statistics of this batch and updates the running ones;
+            False normalizes with the running ones.
 
         Returns:
           ``(B, num_classes)`` float32.
@@ -255,11 +255,11 @@ def _wide(dtype) -> jnp.dtype:
 
 
 def init(config: Config, key: jax.Array) -> tuple[Params, Statistics]:
-    """Initial parameters and statistics: nested dicts of float32 arrays.
+    """Draws the initial parameters and statistics: nested dicts of float32 arrays.
 
-    Convolutions normal with variance ``2 / (outputs * size**2)`` (He et al., 2015), the last layer
-    uniform within ``features ** -0.5``, scales 1 (the last of a block 0), biases and means 0,
-    variances 1.
+    In a ResNet, convolutions are normal with variance ``2 / (outputs * size**2)`` (He et al.,
+    2015), and the last layer is uniform within ``features ** -0.5``. Scales are 1 (the last of a
+    block 0), biases and means 0, variances 1.
     """
     module = config.network(config, rngs=nnx.Rngs(key))
     _, params, statistics = nnx.split(module, nnx.Param, nnx.BatchStat)
@@ -304,12 +304,12 @@ def from_moments(moments: Statistics) -> Statistics:
 
 
 def merge(config: Config, params: Params, statistics: Statistics) -> Any:
-    """The module around them; to be used within one trace, as the functions above do."""
+    """The module around parameters and statistics; to be used within one trace."""
     return pieces.merge(config.network, config, params, statistics)
 
 
 def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
-    """Replaces ``{"mean": m, "var": v}`` with the result of ``fn(m, v)``, at any depth."""
+    """The statistics with each ``mean, var`` pair, at any depth, replaced by ``fn(mean, var)``."""
     if "mean" in statistics:
         return dict(zip(("mean", "var"), fn(statistics["mean"], statistics["var"]), strict=True))
     return {name: _each_batch_norm(fn, part) for name, part in statistics.items()}

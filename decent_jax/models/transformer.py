@@ -37,7 +37,7 @@ class TransformerConfig:
         four special ids.
       width: size of a hidden vector; even, for the sinusoids.
       heads: attention heads; divides ``width``.
-      layers: of the encoder and of the decoder, each.
+      layers: number of layers of the encoder, and of the decoder.
       ff: hidden units of a feed-forward block.
       dropout: rate for embeddings, attention probabilities, hidden units of feed-forward blocks
         and residual branches.
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
         Args:
           source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` after the sentence. A token
             beyond the vocabulary gives NaN.
-          rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
+          rng: key for dropout; there is none if it is None or ``config.dropout`` is 0.
 
         Returns:
           The memory, ``(B, S, width)`` in ``config.dtype``; meaningless at padding.
@@ -145,10 +145,10 @@ class Transformer(nnx.Module):
         return self.logits(x)
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embeddings of tokens ``(B, T)`` at positions ``(T,)``: ``(B, T, width)`` in dtype.
+        """Embeddings ``(B, T, width)`` of tokens ``(B, T)`` at positions ``(T,)``, in ``dtype``.
 
-        Looked up, scaled to a variance of 1 and added in float32, so that the gradient of a
-        frequent token is summed over the batch in float32 too.
+        They are looked up, scaled to a variance of 1 and added in float32, so that the gradient of
+        a frequent token is also summed over the batch in float32.
         """
         x = self.shared(tokens) * math.sqrt(self.config.width)
         return (x + sinusoids(positions, self.config.width)[None]).astype(self.config.dtype)
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """The base of both kinds of layers: self-attention, a feed-forward block, residual branches."""
+    """The base of encoder and decoder layers: self-attention, feed-forward block, residuals."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -219,8 +219,8 @@ class DecoderLayer(_Layer):
         return self.self_attention(h, keys, values, causal=True, rng=rng)
 
     def through(self, x, attend_self: Callable, attend_memory: Callable, rng=None) -> jax.Array:
-        """The layer around two attentions, each ``(h (B, T, width), rng) -> (B, T, width)``: those
-        of `__call__`, of a decoder with a cache, or of one that records its weights."""
+        """The layer around two attentions, each ``(h (B, T, width), rng) -> (B, T, width)``. They
+        may be those of `__call__`, attend to a cache, or record their weights."""
         x = self.residual(self.self_norm, attend_self, x, fold_in(rng, 0))
         x = self.residual(self.cross_norm, attend_memory, x, fold_in(rng, 1))
         return self.residual(self.ff_norm, self.feed_forward, x, fold_in(rng, 2))
@@ -259,8 +259,8 @@ def _linear(config, inputs, outputs, rngs, bias=False) -> nnx.Linear:
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     """Position encodings, ``(T,)`` integers to ``(T, width)`` float32.
 
-    ``sin(p / 10000 ** (2 i / width))`` at column ``2 i`` and the cosine next to it (Vaswani et al.,
-    2017, section 3.5). Computed, so any length works.
+    ``sin(p / 10000 ** (2 i / width))`` in column ``2 i`` and the cosine next to it (Vaswani et al.,
+    2017, section 3.5). They are computed, not stored, so any length works.
     """
     rates = jnp.exp(jnp.arange(0, width, 2) * (-math.log(10000.0) / width))
     angles = positions[:, None] * rates[None]
@@ -268,10 +268,10 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
 
 
 def key_lengths(mask: jax.Array) -> jax.Array:
-    """Real positions ``(B,)`` int32 of a mask ``(B, S)``, with the padding at the end.
+    """The number of real positions, ``(B,)`` int32, of a mask ``(B, S)`` with padding at the end.
 
-    At least 1, because attention to nothing is 0 / 0: a row of only padding, which fills up a
-    batch, then gives finite numbers, which are ignored.
+    It is at least 1, because attention to nothing is 0 / 0. A row of only padding, which fills up
+    a batch, thus gives finite numbers, which are ignored.
     """
     return jnp.maximum(mask.sum(axis=-1, dtype=jnp.int32), 1)
 
@@ -280,11 +280,11 @@ def key_lengths(mask: jax.Array) -> jax.Array:
 
 
 def init(config: TransformerConfig, key: jax.Array) -> Params:
-    """Initial parameters: a nested dict of float32 arrays.
+    """Draws the initial parameters: a nested dict of float32 arrays.
 
-    Matrices Xavier uniform, each by its own shape; the embedding normal with standard deviation
-    ``width ** -0.5``, so that scaled inputs and first logits have a variance of about 1; biases 0,
-    LayerNorm scales 1 (as in tensor2tensor and fairseq; the paper does not say).
+    Matrices are Xavier uniform, each by its own shape. The embedding is normal with standard
+    deviation ``width ** -0.5``, so that scaled inputs and first logits have a variance of about 1.
+    Biases are 0, LayerNorm scales 1 (as in tensor2tensor and fairseq; the paper does not say).
     """
     return pieces.init(Transformer, config, key)
 
@@ -296,7 +296,7 @@ def apply(
     target_in: jax.Array,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """`Transformer.encode`, then `decode`; same arguments and shapes."""
+    """`Transformer.encode`, then `Transformer.decode`, with their arguments and shapes."""
     model = merge(config, params)
     memory = model.encode(source, fold_in(rng, 0))
     return model.decode(target_in, memory, source != PAD, fold_in(rng, 1))
@@ -305,7 +305,7 @@ def apply(
 def attention_weights(
     config: TransformerConfig, params: Params, source: jax.Array, target_in: jax.Array
 ) -> jax.Array:
-    """The cross attention of each target position to the source.
+    """The cross-attention weights of each target position over the source.
 
     Returns:
       Probabilities in evaluation, ``(B, layers, heads, T, S)`` float32; 0 at padding of the source.
@@ -348,10 +348,10 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    Counted as in `decoders.flops_per_token`: 6 per parameter and position where it is used, and 12
-    ``width`` per query-key pair of an attention, not halved for causality. The decoder's matrices
-    for keys and values of the memory are used at source positions, the shared embedding as output
-    layer at target positions. Recomputation (``remat``) does not count.
+    As in `decoders.flops_per_token`, these are 6 per parameter and position that uses it, and 12
+    ``width`` per query-key pair of an attention, not halved for causality. Source positions use the
+    decoder's matrices for keys and values of the memory; target positions use the shared embedding
+    as output layer. Recomputation (``remat``) does not count.
     """
     shapes = pieces.shapes(Transformer, config)
     encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))

@@ -4,8 +4,8 @@
   and ``LlamaForCausalLM``, which holds the transpose.
 * Transformers: ``MarianMTModel`` for ``norm="post"``, ``PegasusForConditionalGeneration`` for
   ``norm="pre"``. Both have the sines of the positions in the first half of a hidden vector and the
-  cosines in the second, while ours alternate, so every hidden vector is written in their order.
-  Their linear layers hold ``(outputs, inputs)``, and biases that ours lack are zeros.
+  cosines in the second, while ours alternate, so hidden vectors are written in their order. Their
+  linear layers hold ``(outputs, inputs)``, and biases that our layers lack are zeros.
 * ResNets: the ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
   stride in the 3x3 convolution). Convolutions are ``(outputs, inputs, height, width)`` there and
   ``(height, width, inputs, outputs)`` here. Networks that torchvision lacks (other blocks, another
@@ -42,11 +42,11 @@ _LEAVES |= {"mean": "running_mean", "var": "running_var"}
 
 
 class _Layout(NamedTuple):
-    """Names and axes of a file.
+    """The names and axes of parameters in a file.
 
     Attributes:
-      modules: their names of our modules, where they differ.
-      transposed: whether their kernels have outputs first.
+      modules: the file's names of our modules, where they differ.
+      transposed: whether kernels in the file have outputs first.
     """
 
     modules: Mapping[str, str]
@@ -100,7 +100,7 @@ _RESNET = _Layout({"conv": "0", "bn": "1"})  # the two modules of a downsample
 
 
 def _tensors(tree: Params, shapes: Params, layout: _Layout) -> dict[str, np.ndarray]:
-    """The tensors of one model; ValueError if one is missing or has another shape."""
+    """The tensors of one model by name; ValueError if one is missing or has another shape."""
     leaves = {layout.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
@@ -133,8 +133,8 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     A ``config.json`` next to the file must describe this model (`decent_jax.models.hf_config`).
     Names may have the prefixes ``_orig_mod.`` and ``transformer.``. Causal masks in a file are
     ignored, and so is a tied model's ``lm_head.weight`` if it repeats the token embedding; if only
-    ``lm_head.weight`` is stored, it is the embedding. If two shards hold a tensor, the index
-    decides.
+    ``lm_head.weight`` is stored, it is the embedding. If two shards hold the same tensor, the index
+    decides which one counts.
 
     If ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
     padded with copies of its mean row. The logit of a padding token is then the mean logit, which
@@ -150,10 +150,10 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
       A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
 
     Raises:
-      ValueError: ``config.json`` describes another model; or a tensor is missing, stored twice,
-        not finite, of another shape, or not part of this config (more layers, a separate output
-        layer, nonzero biases where it has none, other rotary frequencies); or a file is missing,
-        or is not a safetensors file. The message names it.
+      ValueError: ``config.json`` describes another model; a tensor is missing, stored twice, not
+        finite, of another shape, or not part of this config (more layers, a separate output layer,
+        nonzero biases where it has none, other rotary frequencies); or a file is missing or not a
+        safetensors file. The message names the tensor or the file.
     """
     path = Path(path)
     layout, left = _decoder_layout(config), _stored(path, config)
@@ -195,7 +195,7 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
 
 
 def _read(file: Path, key: str) -> np.ndarray:
-    """One tensor in float32; published ones are often bfloat16."""
+    """One tensor in float32; published tensors are often bfloat16."""
     with safetensors.safe_open(file, framework="numpy") as opened:
         value = np.asarray(_tensor(opened, file, key), np.float32)
     if not np.isfinite(value).all():
@@ -204,7 +204,7 @@ def _read(file: Path, key: str) -> np.ndarray:
 
 
 def _tensor(opened: Any, file: Path, key: str) -> np.ndarray:
-    """One tensor of an open file; ValueError for one that NumPy does not know, or no floats."""
+    """One tensor of an open file; ValueError if it is not of a floating-point type of `_FLOATS`."""
     kind = opened.get_slice(key).get_dtype()
     if kind not in _FLOATS:
         raise ValueError(
@@ -214,10 +214,10 @@ def _tensor(opened: Any, file: Path, key: str) -> np.ndarray:
 
 
 def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
-    """Names of tensors without prefixes: the file of each, and its name in that file."""
+    """{name of a tensor without prefixes: (its file, its name in that file)}."""
     files, place = [path], {}
     if path.suffix == ".json":
-        otherwise = "is no index of .safetensors files; name one, or a .safetensors file"
+        otherwise = "is no index of .safetensors files; give such an index, or a .safetensors file"
         place = read_json(path, otherwise)
         place = place.get("weight_map") if isinstance(place, dict) else None
         if not place or not isinstance(place, dict) or {*map(type, place.values())} != {str}:
@@ -240,7 +240,7 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
                         continue
                 elif name in stored:
                     raise ValueError(f"{path} has the tensor {name!r} twice")
-                # Biases of zeros are none; `save_decoder` writes them.
+                # Zero biases count as none, because `save_decoder` writes them.
                 if config.bias or not name.endswith("bias") or np.any(_tensor(opened, file, key)):
                     stored[name] = file, key
     return stored
@@ -248,7 +248,7 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; ValueError, in one sentence, if it is not one."""
+    """Opens a safetensors file; ValueError, in one sentence, if it is not one."""
     try:
         check_regular(file)
         with safetensors.safe_open(file, framework="numpy") as opened:
@@ -274,9 +274,9 @@ def _check_frequencies(stored: np.ndarray, name: str, config: decoders.Config) -
 def save_decoder(
     path: Path, params: Params, config: decoders.Config, metadata: Mapping[str, str]
 ) -> None:
-    """Writes one model's parameters (no replica dimension).
+    """Writes one model's parameters (no replica dimension), with ``metadata`` in the file's header.
 
-    ``transformers`` has no GPT-2 without biases, so with ``bias=False`` they are written as zeros.
+    ``transformers`` has no GPT-2 without biases, so with ``bias=False`` these are written as zeros.
 
     Raises:
       ValueError: a parameter is missing or does not have the shape in ``config``.
@@ -321,7 +321,7 @@ def _order(width: int) -> np.ndarray:
 
 
 def _reordered(tree_path, value: np.ndarray) -> np.ndarray:
-    """The parameter with its hidden vectors, read or written, in that order."""
+    """The parameter with the hidden vectors that it reads or writes in that order."""
     *_, module, leaf = (entry.key for entry in tree_path)
     if module == "ff_in" and leaf == "bias":
         return value
@@ -353,7 +353,7 @@ def save_resnet(
 
 
 def architecture(config: ResNetConfig) -> str | None:
-    """Name of torchvision's function for this network; None if there is none."""
+    """The name of torchvision's function for this network; None if torchvision lacks it."""
     shape = operator.attrgetter("blocks", "bottleneck", "width", "small_images")
     names = {shape(preset): name for name, preset in resnet.PRESETS.items()}
     return None if config.small_images else names.get(shape(config))
@@ -365,7 +365,7 @@ def describe_resnet(
     """The contents of a ``config.json`` for users of the tensors.
 
     Args:
-      config: of the network.
+      config: the network's shape and numerics.
       class_names: (num_classes,) in the order of the outputs; None: unknown.
       image_size: side of an image in evaluation, in pixels.
       resize: the shorter side of a photograph is resized to this before the center crop; None: no

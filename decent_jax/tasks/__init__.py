@@ -1,9 +1,9 @@
 """Tasks: a model, its loss, its data and its commands, behind one interface.
 
-A task is a module with the members of `TaskModule`, whose ``make`` returns a `Task`. A module here
-needs a row in `TASKS`. Your own needs nothing: ``config.task`` may be its path, such as
-``"mypackage.chess"`` or ``"chess"`` for a ``chess.py`` next to the config file, or a name from
-`register`.
+A task is a module with the members of `TaskModule`, whose ``make`` returns a `Task`. A module in
+this room needs a row in `TASKS`. Your own module needs nothing: ``config.task`` may be its path,
+such as ``"mypackage.chess"`` or ``"chess"`` for a ``chess.py`` next to the config file, or a name
+from `register`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TASKS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TaskData:
-    """Data of every task. A task's ``Data`` is a subclass with what else it needs."""
+    """The data settings of every task. A task's ``Data`` is a subclass that may add settings."""
 
     workers: int = changeable(0, "processes that read ahead; 0: threads", at_least=0)
     prefetch: int = changeable(4, "batches read ahead", at_least=0)
@@ -48,7 +48,7 @@ class TaskData:
     partition: str = setting(
         "iid", "dirichlet: each replica has records drawn by label", choices=("iid", "dirichlet")
     )
-    alpha: float = setting(1.0, "of the Dirichlet; small: few classes per replica", above=0)
+    alpha: float = setting(1.0, "of dirichlet; small: few classes per replica", above=0)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class NoModel:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What a task sees of the config of a run.
+    """The part of a run's config that a task sees.
 
-    A task's functions may annotate a subclass, in which ``model`` and ``data`` have its own types.
+    A task's functions may annotate a subclass with the types of the task's ``model`` and ``data``.
     """
 
     task: str = setting("language_modeling", "the task: a module of decent_jax.tasks")
@@ -75,10 +75,10 @@ class TaskConfig:
 
 
 def register(name: str, module: object) -> None:
-    """Registers ``module`` under ``config.task = name``, in this process.
+    """Registers ``module`` for ``config.task = name``, in this process.
 
     Args:
-      name: for configs.
+      name: the name in configs.
       module: the dotted path of a module, or the module itself, or any object with its members.
     """
     TASKS[name] = module
@@ -117,7 +117,7 @@ def _checked(module: object, name: str) -> TaskModule:
 
 
 def sections(module: object) -> dict[str, type]:
-    """The classes of the sections ``model`` and ``data`` of a task's configs."""
+    """The classes of the sections ``model`` and ``data`` in a task's configs."""
     return {"model": getattr(module, "Model", NoModel), "data": getattr(module, "Data", TaskData)}
 
 
@@ -129,7 +129,7 @@ def check_iid(config: TaskConfig) -> None:
 
 
 def impossible_model(config: TaskConfig, error: ValueError) -> ConfigError:
-    """The refusal of a model's shape; the message of ``error`` starts with a field's name."""
+    """The ConfigError for a model's shape; the message of ``error`` starts with a field's name."""
     name = str(error).partition(" ")[0].rstrip(",")
     return ConfigError(
         f"model.{error}", field=f"model.{name}", value=getattr(config.model, name, None)
@@ -150,7 +150,7 @@ class TaskModule(Protocol):
     Data: type  # the section "data", a subclass of `decent_jax.tasks.TaskData`
 
     def validate(self, config: TaskConfig) -> None:
-        """Raises ConfigError, one sentence with both values, before anything compiles."""
+        """Raises ConfigError, one sentence with field and value, before anything compiles."""
 
     def make(self, config: TaskConfig, workdir: Path, announce: Announce) -> Task:
         """Returns the task; raises DataError for data that cannot be used."""
@@ -160,13 +160,13 @@ class TaskModule(Protocol):
 class Task(Protocol):
     """The trainer's interface to a task, written for one replica, without a replica axis.
 
-    Subclasses inherit the defaults. A task may have more functions: ``measure(block)`` returns
-    numbers about a batch ``(L, B, ...)`` on the host, the rows of the L replicas of this process;
-    metrics.jsonl has their means in process 0, as a sample. ``score(params, pause)`` returns scores
-    of the consensus model (host arrays); every process calls it at every evaluation. It calls
-    ``pause()`` between two batches, equally often in every process, where a signal may end it.
-    ``test(params)`` returns those of the final model, ``test`` in summary.json, and may take
-    minutes.
+    Subclasses inherit the defaults. A task may have more functions. ``measure(block)`` returns
+    numbers about a host batch ``(L, B, ...)``, the rows of this process's L replicas; metrics.jsonl
+    has the means of those in process 0, as a sample. ``score(params, pause)`` returns scores of the
+    consensus model (host arrays); every process calls it at every evaluation. Between batches,
+    equally often in every process, it calls ``pause()``, in which a signal may end the run.
+    ``test(params)`` returns the scores of the final model, which are ``test`` in summary.json; it
+    may take minutes.
     """
 
     unit: str  # unit of throughput: "tokens" or "examples"
@@ -214,7 +214,7 @@ class Task(Protocol):
 class RecomputesState(Protocol):
     """Optional members that compute the consensus model's state from training batches.
 
-    Without them, or if ``recompute_batches`` is 0, it is the mean of the replicas' states.
+    Without them, or if ``recompute_batches`` is 0, that state is the mean of the replicas' states.
     """
 
     recompute_batches: int
@@ -223,7 +223,7 @@ class RecomputesState(Protocol):
         """Moments of one batch, to be averaged over ``recompute_batches`` training batches."""
 
     def from_moments(self, moments: PyTree) -> PyTree:
-        """The ``model_state`` for such averages."""
+        """The ``model_state`` for averages of moments."""
 
 
 class TrainedRun(Protocol):

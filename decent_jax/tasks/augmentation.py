@@ -1,4 +1,4 @@
-"""What is done to a batch of images on the device: normalization, augmentation, views."""
+"""Transformations of a batch of images on the device: normalization, augmentation, views."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from decent_jax.models import resnet
 
 
 def normalize(images: Any) -> Any:
-    """uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation removed.
+    """uint8 ``(B, H, W, 3)`` to float32, normalized by ImageNet's mean and standard deviation.
 
-    NumPy arrays stay such.
+    NumPy arrays stay NumPy arrays.
     """
     mean, std = (np.array(x, np.float32).reshape(1, 1, 1, 3) for x in (resnet.MEAN, resnet.STD))
     return (images.astype(jnp.float32) / 255 - mean) / std
@@ -27,8 +27,8 @@ def augment(
     Args:
       key: for the random choices.
       images: ``(B, H, W, C)`` floats, normalized.
-      flip: whether to mirror.
-      shift: pixels, along both axes.
+      flip: whether to mirror half of the images.
+      shift: the largest shift along each axis, in pixels.
       border: fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels there.
 
     Returns:
@@ -50,13 +50,14 @@ def augment(
 
 
 def logits_of_views(logits_of: Callable, images: Any) -> Any:
-    """Mean logits of an image, its mirror image, and both shifted by a pixel in two directions.
+    """Mean logits ``(B, K)`` of six views: an image and its mirror image, unshifted and shifted.
 
-    The unshifted ones have half of the weight (Jordan, 2024).
+    The shifts are by one pixel in two directions; the unshifted views have half of the weight
+    (Jordan, 2024).
 
     Args:
-      logits_of: ``(B, H, W, C)`` to ``(B, K)``.
-      images: normalized.
+      logits_of: a function from ``(B, H, W, C)`` to ``(B, K)``.
+      images: ``(B, H, W, C)`` floats, normalized.
     """
     _, height, width, _ = images.shape
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")

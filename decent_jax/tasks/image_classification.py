@@ -100,7 +100,7 @@ class Data(TaskData):
 
 
 class ImageConfig(TaskConfig):
-    """Of a run of this task."""
+    """The config of a run of this task."""
 
     model: Model
     data: Data
@@ -161,7 +161,7 @@ def _blocks(text: str) -> tuple[int, ...]:
 
 
 def eval_sizes(data: Data) -> tuple[int, int]:
-    """(crop, shorter side before the crop) of evaluation, pixels.
+    """(side of the crop, shorter side before the crop) in evaluation, in pixels.
 
     >>> names = "image_size", "eval_size", "eval_resize"
     >>> given = (32, 0, 0), (224, 0, 0), (224, 256, 0), (224, 256, 260)
@@ -173,7 +173,7 @@ def eval_sizes(data: Data) -> tuple[int, int]:
 
 
 def make(config: ImageConfig, workdir: Path, announce: Callable) -> "ImageClassification":
-    """Returns the task; generates the pictures, or finds the files.
+    """Returns the task; generates the pictures, or opens the folder of images.
 
     Raises:
       DataError: the data cannot be used; the message is one sentence.
@@ -204,15 +204,15 @@ def make(config: ImageConfig, workdir: Path, announce: Callable) -> "ImageClassi
 
 
 class ImageClassification(Task):
-    """See `decent_jax.tasks.Task`.
+    """Image classification; see `decent_jax.tasks.Task`.
 
     A batch is ``{"image": uint8 (B, H, W, 3), "label": int32 (B,)}``; losses are nats per image.
 
     Args:
-      config: of the run.
-      train_source: such records by index, with ``class_names`` and ``labels``; or others that its
-        method ``augment`` turns into such records (see `decent_jax.data.loader`).
-      eval_source: such records, of the validation set.
+      config: the run's.
+      train_source: records of such a batch by index, with ``class_names`` and ``labels``; or others
+        that its method ``augment`` turns into them (see `decent_jax.data.loader`).
+      eval_source: records of such a batch, from the validation set.
     """
 
     unit = "examples"
@@ -233,7 +233,7 @@ class ImageClassification(Task):
 
     @functools.cached_property
     def whitening(self) -> np.ndarray:
-        """What the first layer of ``airbench94`` is, of the first training images."""
+        """The kernel of the first layer of ``airbench94``, from the first training images."""
         source = self.train_source
         size = min(_WHITENED_IMAGES, len(source))
         with loader.train_batches(source, seed=0, num_replicas=1, batch_size=size, prefetch=0) as x:
@@ -264,7 +264,7 @@ class ImageClassification(Task):
         return {name: (x * weights).sum() for name, x in sums.items()} | {"count": weights.sum()}
 
     def moments(self, params, batch):
-        """Moments of the batch, one per statistic; see `decent_jax.tasks.RecomputesState`."""
+        """Moments of one batch; see `decent_jax.tasks.RecomputesState`."""
         return resnet.batch_moments(self.config, params, normalize(batch["image"]))
 
     def from_moments(self, moments):
@@ -283,10 +283,10 @@ class ImageClassification(Task):
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The number of classes that rank before the label: 0 if the label is first.
+    """The number of classes that rank before the label: 0 if the label ranks first.
 
-    Among equal logits the lower index comes first, as for ``argmax``, and a label whose logit is
-    NaN comes last.
+    Among equal logits the lower index ranks first, as for ``argmax``, and a label whose logit is
+    NaN ranks last.
 
     Args:
       logits: ``(B, C)``.
@@ -302,7 +302,7 @@ def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _unless_not_finite(new, old):
-    """``new``, or all of ``old`` if a number of ``new`` is not finite, which would persist."""
+    """``new``, or ``old`` if ``new`` is not finite, because running statistics would stay so."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
@@ -311,10 +311,10 @@ def _unless_not_finite(new, old):
 
 
 class TrainedClassifier(NamedTuple):
-    """What `load` returns."""
+    """A trained model with its statistics, from `load`."""
 
     params: Params  # nested dict of float32 host arrays, no replica dimension
-    statistics: Params  # batch-norm statistics, likewise; those of the evaluation
+    statistics: Params  # batch-norm statistics of the evaluation, likewise
     config: Config
     class_names: tuple[str, ...] | None  # None: the folder of images is not here
     step: int

@@ -28,7 +28,7 @@ _STDLIB_VOCAB = 256  # bytes
 
 @dataclass(frozen=True)
 class Model:
-    """The decoder; 0 and an empty name are the preset's."""
+    """The decoder; a size of 0 is the preset's."""
 
     preset: str = setting("small", "shape of the decoder", choices=tuple(decoders.PRESETS))
     layers: int = size_of_preset("blocks")
@@ -83,7 +83,7 @@ class Data(TaskData):
 
 
 class Config(TaskConfig):
-    """Of a run of this task."""
+    """The config of a run of this task."""
 
     model: Model
     data: Data
@@ -143,7 +143,7 @@ def model_config(config: Config, tokenizer_vocab: int) -> decoders.Config:
 
 
 def count_parameters(config: Config) -> tuple[int, int, int]:
-    """(all parameters, those of the token embedding, rows of the last axis of all arrays).
+    """(all parameters, those of the token embedding, rows along the last axis of all arrays).
 
     For the planner, which opens no data.
 
@@ -160,7 +160,7 @@ def count_parameters(config: Config) -> tuple[int, int, int]:
 
 
 def make(config: Config, workdir: Path, announce: Callable) -> "LanguageModeling":
-    """The task; builds the corpus of the standard library in ``workdir`` if the config names it.
+    """Returns the task; builds the standard library's corpus in ``workdir`` if the config names it.
 
     Raises:
       DataError: the data cannot be used; the message is one sentence.
@@ -181,7 +181,9 @@ def _data_folder(config: Config, workdir: Path) -> Path:
 
 
 class LanguageModeling(Task):
-    """See `decent_jax.tasks.Task`; a batch is tokens (B, context + 1), losses are nats per token.
+    """Next-token prediction; see `decent_jax.tasks.Task`.
+
+    A batch is integer tokens (B, context + 1), and losses are in nats per token.
 
     Raises:
       DataError: ``folder`` cannot be used.
@@ -247,7 +249,7 @@ class LanguageModeling(Task):
 
 
 class TrainedDecoder(NamedTuple):
-    """What `load` returns."""
+    """A trained model with its tokenizer, from `load`."""
 
     params: Params  # nested dict of float32 arrays, no replica dimension
     config: decoders.Config
@@ -263,7 +265,7 @@ def load(run: TrainedRun) -> TrainedDecoder:
 def _described(run: TrainedRun) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
     """The tokenizer and the model of a run, without its checkpoint."""
     if not run.config.data.path:
-        raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
+        raise DataError(f"{run.workdir}/config.json names no data.path, so it is not complete")
     folder = _data_folder(run.config, run.workdir)
     tokenizer = _tokenizer(folder)
     return tokenizer, model_config(run.config, _vocab_size(tokenizer, folder, run.config))
@@ -312,11 +314,11 @@ def sample(
     top_k: int = 0,
     seed: int = 0,
 ) -> list[str]:
-    """The prompt and its continuations, ``samples`` of them; see `decoders.generate`.
+    """``samples`` continuations of the prompt, each with the prompt; see `decoders.generate`.
 
     Raises:
       ConfigError: ``top_k`` is out of range, or the samples do not fit this machine.
-      DataError: there is no tokenizer to read the prompt with.
+      DataError: there is no tokenizer to encode the prompt.
     """
     _check_text("--prompt", prompt)
     tokenizer, config = _described(run)
@@ -365,7 +367,7 @@ def _check_memory(config: decoders.Config, tokens: int, samples: int) -> None:
 
 
 def _open(folder: Path, config: Config) -> tuple:
-    """(tokenizer or None, size of its vocabulary, training windows, validation windows)."""
+    """(tokenizer or None, vocabulary size, training windows, validation windows)."""
     tokenizer = _tokenizer(folder)
     size = _vocab_size(tokenizer, folder, config)
     trained = token_folder.ShiftedWindows if config.data.shifted else token_folder.TokenWindows
@@ -403,6 +405,6 @@ def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: Co
     if size := token_folder.vocabulary_of(folder) or config.model.vocab_size:
         return size
     raise DataError(
-        f"{folder} has neither manifest.json nor meta.pkl, which say its vocabulary; set"
-        " model.vocab_size, to 50257 for GPT-2's tokens"
+        f"{folder} has neither manifest.json nor meta.pkl, which give the size of its vocabulary;"
+        " set model.vocab_size, to 50257 for GPT-2's tokens"
     )

@@ -62,7 +62,7 @@ class Data(TaskData):
         'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",
     )
-    shapes: int = setting(16, "most batch shapes; each compiles once per round", at_least=1)
+    shapes: int = setting(16, "batch shapes at most; each compiles once per round", at_least=1)
     bleu_sentences: int = changeable(
         200, "validation sentences translated at every evaluation; 0: none", at_least=0
     )
@@ -70,7 +70,7 @@ class Data(TaskData):
 
 
 class Config(TaskConfig):
-    """Of a run of this task."""
+    """The config of a run of this task."""
 
     model: Model
     data: Data
@@ -133,7 +133,7 @@ def make(config: Config, workdir: Path, announce: Callable) -> "Translation":
 
 
 def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
-    """Training and validation pairs; DataError also if the final test would fail."""
+    """Training and validation pairs; DataError also if the final test would be impossible."""
     train, val = TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
     splits = {"train": train, "val": val}
     for name in train.manifest["splits"]:
@@ -158,16 +158,17 @@ def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
         vocabulary.save(workdir)
     elif subwords.load(workdir).sha256 != vocabulary.sha256:
         raise DataError(
-            f"data.path: its vocabulary is not the one that the run in {workdir} began with; name "
+            f"data.path: its vocabulary is not the one with which the run in {workdir} began; give "
             "the folder of that run, or take another --workdir"
         )
 
 
 class Translation(Task):
-    """See `decent_jax.tasks.Task`; losses are nats per target token, including the end token.
+    """Translation; see `decent_jax.tasks.Task`.
 
     A batch is ``{"source": int32 (B, S), "target": int32 (B, T), "share": float32 (B,)}``, padded
-    with 0; ``share`` is the weight of each token of the row in the loss, 0 for an empty row.
+    with 0; ``share`` is the weight of each token of the row in the loss, 0 for an empty row. Losses
+    are in nats per target token, including the end token.
     """
 
     unit = "tokens"
@@ -185,7 +186,7 @@ class Translation(Task):
         self.blocks = self.train_source.train_blocks(
             config.num_replicas, config.batch_size, config.seed
         )
-        # Throughput and FLOPs are those of real tokens, of an average step.
+        # Throughput and FLOPs count the real tokens of an average step.
         real = train.lengths.sum(axis=0, dtype=np.int64) + np.array([0, len(train)])
         steps = self.blocks.steps
         self.units_per_example = float(real.sum()) / steps / config.batch_size
@@ -217,13 +218,13 @@ class Translation(Task):
         return {name: (x * real).sum() for name, x in sums.items()} | {"count": real.sum()}
 
     def measure(self, block):
-        """``data/padding_fraction`` of the sources and targets in a batch."""
+        """``data/padding_fraction``: the share of padding in a batch's sources and targets."""
         sides = block["source"], block["target"][..., 1:]
         places = sum(side.size for side in sides)
         return {"data/padding_fraction": 1 - sum(np.count_nonzero(s) for s in sides) / places}
 
     def score(self, params, pause=lambda: None):
-        """``bleu`` of the first validation sentences."""
+        """``bleu`` of the first ``data.bleu_sentences`` validation sentences."""
         if not self.some:
             return {}
         pairs = self.eval_source.pairs
@@ -273,7 +274,7 @@ class Translation(Task):
 
 
 class TrainedTranslator(NamedTuple):
-    """What `load` returns."""
+    """A trained model with its vocabulary, from `load`."""
 
     params: Params  # nested dict of float32 host arrays, no replica dimension
     config: transformer.TransformerConfig
@@ -289,9 +290,9 @@ def load(run: TrainedRun) -> TrainedTranslator:
 
 
 def export(run: TrainedRun, out: Path) -> str:
-    """Writes the weights, and the tokenizer and the beam search for `transformers`.
+    """Writes the weights, the tokenizer and the settings of the beam search for `transformers`.
 
-    Returns the ``config.json`` that it reads.
+    Returns the ``config.json`` that `transformers` reads.
     """
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
@@ -313,7 +314,7 @@ def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:
     """A function that translates a list of sentences with the consensus model of a run.
 
     Raises:
-      ConfigError: a beam out of range.
+      ConfigError: ``beam`` is out of range.
     """
     fields.table(Data)["beam"].check("beam", beam)
     with announce_on_stderr("loading the model"):
@@ -322,11 +323,11 @@ def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:
 
 
 class BucketedPairs:
-    """Pairs that compose their own batches, see `decent_jax.data.loader`.
+    """A source of pairs that forms its own batches, see `decent_jax.data.loader`.
 
     Args:
-      pairs: of a split.
-      shapes: the maximum number of batch shapes.
+      pairs: the pairs of a split.
+      shapes: the largest number of batch shapes.
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int):
@@ -337,14 +338,14 @@ class BucketedPairs:
 
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "TrainBlocks":
-        """Training batches: shuffled, endless."""
+        """Training batches, shuffled and endless."""
         return TrainBlocks(
             self.pairs, tokens=tokens, num_replicas=num_replicas, seed=seed, shapes=self.shapes
         )
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
-        """Evaluation batches: each pair once."""
+        """Evaluation batches, with each pair once."""
         return PairBlocks(
             self.pairs,
             tokens=tokens,
@@ -357,12 +358,12 @@ class BucketedPairs:
 class TrainBlocks(PairBlocks):
     """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``.
 
-    A replica's loss is its sum over real target tokens divided by their mean number per replica,
-    so each token of a step has the same weight.
+    A replica's loss is its sum over real target tokens, divided by the mean number of such tokens
+    per replica, so each token of a step has the same weight.
     """
 
     def block(self, step: int, replica: int) -> dict[str, np.ndarray]:
-        """The block of a replica at a step."""
+        """The block of a replica at a step, with ``share``."""
         block, replicas = super().block(step, replica), self.batches.num_replicas
         rows = np.concatenate([self.indices(step, r) for r in range(replicas)])
         rows = rows[rows >= 0]

@@ -1,4 +1,4 @@
-"""Sentences in, translations out: batches for beam search and scores against references."""
+"""Translation of sentences by beam search, in batches, and BLEU against references."""
 
 import functools
 import re
@@ -17,8 +17,8 @@ from decent_jax.models import beam_search, transformer
 
 BEAM = 4
 ALPHA = 0.6  # exponent of the length penalty
-MAX_EXTRA = 50  # tokens a translation may be longer than its source
-_WIDTHS = (16, 32, 64, 128)  # tokens sources are padded to, and multiples of the last
+MAX_EXTRA = 50  # tokens by which a translation may be longer than its source
+_WIDTHS = (16, 32, 64, 128)  # tokens to which sources are padded; also multiples of the last
 _BATCH = 32
 # Thai, Lao, Tibetan, Burmese, Khmer, kana and Chinese characters: no spaces between words.
 _WITHOUT_SPACES = re.compile(
@@ -34,8 +34,8 @@ class Translator:
     """Translates with a beam search, compiled once per width of sources.
 
     Args:
-      config: of the model.
-      vocabulary: of source and target.
+      config: the model's.
+      vocabulary: that of source and target.
       beam: hypotheses to keep; 1 is greedy.
     """
 
@@ -57,7 +57,7 @@ class Translator:
         progress: bool = False,
         pause: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """The best translation of each sentence, "" for an empty one; a pause after each batch.
+        """The best translation of each sentence, "" for an empty one; ``pause()`` after each batch.
 
         Raises:
           ConfigError: a sentence has more than `LONGEST` subwords.
@@ -70,7 +70,7 @@ class Translator:
                     f"{LONGEST}; split it"
                 )
         lengths, result = list(map(len, ids)), [""] * len(ids)
-        # The longest first, so that the displayed remaining time falls and does not rise.
+        # The longest first, so that the remaining time on display falls steadily.
         order = sorted((i for i, n in enumerate(lengths) if n), key=lengths.__getitem__)[::-1]
         with progress_bar(len(order), progress, desc="translating", unit=" sentences") as bar:
             for start in range(0, len(order), _BATCH):
@@ -93,12 +93,12 @@ def _width(tokens: int) -> int:
 
 @functools.cache
 def bleu_of(language: str, characters: bool = False) -> Any:
-    """sacreBLEU's metric, with its choice of tokenizer for a target language, such as "zh_Hant".
+    """sacreBLEU's metric, with its tokenizer for a target language, such as "zh_Hant".
 
     Args:
       language: the code in the names of the files.
-      characters: the text has no spaces between words. Where sacreBLEU has no tokenizer for the
-        language, each character is a word then, since for its `13a` a sentence would be one.
+      characters: whether the text has no spaces between words. If so, and if sacreBLEU has no
+        tokenizer for the language, each character counts as a word: `13a` takes a sentence for one.
 
     Raises:
       DataError: the tokenizer of this language needs a package that is not installed.
@@ -116,10 +116,11 @@ def bleu_of(language: str, characters: bool = False) -> Any:
 def bleu(
     translations: Sequence[str], references: Sequence[str], language: str
 ) -> tuple[float, str]:
-    """Corpus BLEU of detokenized text by sacreBLEU, 0 to 100, and its signature.
+    """sacreBLEU's corpus BLEU of detokenized text, 0 to 100, and its signature.
 
-    References are normalized like translations, by `normalize`. Comparable with published numbers
-    of the same signature (Post, 2018, arXiv:1804.08771), except for quotes and dashes.
+    References are normalized like translations, by `normalize`. The score is comparable with
+    published ones of the same signature (Post, 2018, arXiv:1804.08771), except for quotes and
+    dashes.
     """
     references = list(map(normalize, references))
     text = "".join("".join(references).split())
