@@ -1,21 +1,21 @@
-"""Predict and plan before renting a cluster: which algorithm, which schedule, what goes where.
+"""Predicts and plans before you rent a cluster: which algorithm, which schedule, what goes where.
 
     decent-jax planner --help
 
 | module | question |
 |---|---|
 | `network` | how long does a message between two devices take |
-| `costs` | how long a permute, a mean of groups, an all-reduce, a round of a schedule |
-| `runtime`, `simulator` | how long a training step |
-| `predict`, `recommend` | which algorithm and schedule, and when it pays |
-| `gossip_placement` | which replica where |
-| `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |
+| `costs` | how long does a permute, a mean of groups, an all-reduce or a round take |
+| `runtime`, `simulator` | how long does a training step take |
+| `predict`, `recommend` | which algorithm and schedule is fastest, and when does it pay |
+| `gossip_placement` | which replica goes where |
+| `placement`, `search` | which pipeline stage and data-parallel group goes where (DT-FM) |
 
-`decent_jax.plots.gantt` draws steps. NumPy and SciPy only, and of this package
+`decent_jax.plots.gantt` draws steps. Besides NumPy and SciPy, the planner needs only
 `decent_jax.topology` and `decent_jax.plan`, which has the file that
-``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, where
-``--config`` names a model. An extension: no room below imports it, and it can be deleted with its
-tests.
+``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, if
+``--config`` is given. The planner is an extension: no room below imports it, and it can be deleted
+with its tests.
 
 >>> from decent_jax.planner import gossip_placement, network
 >>> from decent_jax import topology

@@ -30,7 +30,7 @@ Options = argparse.Namespace
 
 @command("planner")
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one sentence on stderr."""
+    """Runs the command; returns 0, or 2 with one sentence on stderr."""
     parser = Parser(prog="decent-jax planner", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, run in COMMANDS.items():
@@ -64,7 +64,7 @@ def _predict(args: Options) -> None:
         compute time and its variation from a run of one replica; a Gantt chart of a few steps
 
     Reading the table: compute is what one replica would take alone; exposed communication is what
-    nothing hides; stragglers is what is lost to compute times that vary. They add up to the step.
+    nothing hides; stragglers is the time lost because compute times vary. They add up to the step.
     """
     options.complete(args)
     machines, workload = options.network_of(args), options.workload_of(args)
@@ -95,8 +95,9 @@ def _recommend(args: Options) -> None:
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
         then: train.py --config ... --config.cluster.plan=plan.json
 
-    The fastest step first; of those within 1% the one whose replicas agree soonest. What formats
-    and pauses between rounds cost in loss was measured: docs/results.md. Allow what you accept.
+    The fastest step comes first; among steps within 1%, the one whose replicas agree soonest.
+    docs/results.md has measured what formats and longer intervals cost in loss. Allow what you
+    accept.
     """
     options.complete(args)
     options.choose_method(args)
@@ -129,7 +130,7 @@ def _recommend(args: Options) -> None:
 def _write_plan(
     path: Path, machines: Network, order: np.ndarray, schedule: topology.Schedule, *rest: Any
 ) -> None:
-    """Replica i, or its stage s, is on device ``order[i]``; the rest as in `plan_file.Plan`."""
+    """Writes a plan in which replica i is on ``order[i]``; ``rest`` as in `plan_file.Plan`."""
     devices = tuple(machines.names[device] for device in order)
     plan = plan_file.Plan(devices, schedule, *rest)
     plan.save(path)
@@ -155,7 +156,7 @@ def _place(args: Options) -> None:
         --config.trainer=pipelines --config.pipeline.stages=8 --config.num_replicas=8
         --config.cluster.plan=plan.json
 
-    disagreement is the age of the drift between replicas that mixing leaves: less is better.
+    disagreement is the age of the drift between replicas that mixing leaves; less is better.
     """
     machines = options.network_of(args)
     (_place_replicas if args.stages is None else _place_stages)(args, machines)

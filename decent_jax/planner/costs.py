@@ -1,16 +1,16 @@
 """What communication costs on a network: transfers, permutes, means of groups, all-reduce.
 
-Replica i lives on device i of the `Network`; ``network.take(order)`` places replicas otherwise.
-A transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
+Replica i is on device i of the `Network`; ``network.take(order)`` gives another placement. A
+transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
 every node they leave or enter, by max-min fairness, and none is faster than its own link. Each
 keeps the rate at which it starts. If all carry the same number of bytes, as in every collective
 here, the slowest are those of the tightest NIC; they end together, and their time is exact. Faster
-ones could end a little earlier. Not modelled: a PCIe bus shared inside a node, switches between
-nodes, losses and congestion.
+transfers could end a little earlier. Not modelled: a PCIe bus shared inside a node, switches
+between nodes, losses and congestion.
 
-A *phase* is one collective as each replica sees it: it waits until its partners have begun (a
-transfer needs both ends), and ends a duration later. A round is a few phases in a row, as
-XLA runs them: collectives that share devices do not overlap each other.
+A *phase* is one collective as each replica sees it: the replica waits until its partners have begun
+(a transfer needs both ends), and is done a duration later. A round is a few phases in a row, as XLA
+runs them: collectives that share devices do not overlap each other.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from scipy.sparse.csgraph import connected_components
 from decent_jax.planner.network import Network
 from decent_jax.topology import Round, Schedule
 
-# How to carry out a round that averages in groups and then exchanges between them.
+# How a round is executed that averages in groups and then exchanges between them.
 Execution = Literal["hierarchical", "plain", "all_reduce"]
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
-Groups = Sequence[np.ndarray]  # of all devices: those of each group, (g,)
+Groups = Sequence[np.ndarray]  # the devices of each group, (g,); together all devices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
     """One collective over n replicas.
 
-    duration_s: (n,) float64; from the moment all its partners have begun until a replica is done.
-    label: (n,) int; replicas of one label wait for each other. Or, instead:
+    duration_s: (n,) float64; seconds until a replica is done, once all its partners have begun.
+    label: (n,) int; replicas with the same label wait for each other. Or, instead:
     sources: (n,) int; replica i receives from ``sources[i]`` (-1: none); both wait for each other.
     """
 
@@ -46,7 +46,7 @@ class Phase:
     sources: np.ndarray | None = None
 
     def end_s(self, start_s: np.ndarray) -> np.ndarray:
-        """When each replica finishes, (..., n), if each starts at ``start_s``, (..., n)."""
+        """When each replica finishes, (..., n) seconds, if it starts at ``start_s``, (..., n)."""
         if self.label is not None:
             order, first = self._groups
             begun = np.maximum.reduceat(start_s[..., order], first, axis=-1)[..., self.label]
@@ -76,11 +76,11 @@ class Phase:
 
 
 def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Bytes per second, (k,), of concurrent transfers: max-min fair.
+    """The max-min fair rates, (k,) bytes per second, of concurrent transfers.
 
     Args:
-      sources, targets: (k,) devices. The limits are each pair's own bandwidth, and for pairs in
-        different nodes the NIC of the sender's node (out) and of the receiver's (in).
+      sources, targets: (k,) devices. The limits are each pair's own bandwidth and, for pairs in
+        different nodes, the NICs of the sender's node (out) and of the receiver's (in).
     """
     sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
     limit = network.bandwidth_bytes_per_s[sources, targets].copy()
@@ -97,8 +97,9 @@ def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndar
 def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """Max-min fair rates; transfer k uses the resources ``shared[:, k]``.
 
-    Each pass offers every transfer the least of its own limit and equal shares of what is left. It
-    settles the transfers with the least offer on each of their resources, among them the slowest.
+    Each pass offers every transfer the least of its own limit and equal shares of what is left of
+    its resources. It settles those whose offer is the least on each of their resources; the slowest
+    transfer is always among them.
     """
     rate = np.zeros(len(own_limit))
     open_ = np.ones(len(own_limit), bool)
@@ -107,7 +108,7 @@ def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) ->
         users = np.bincount(shared[:, open_].ravel(), minlength=len(capacity))
         share = np.where(users > 0, capacity / np.maximum(users, 1), np.inf)
         offer = np.minimum(own_limit, share[shared].min(axis=0))
-        # The least offer on a resource is final: nothing there is left over by others.
+        # The least offer on a resource is final: no other transfer leaves more of it.
         least = np.full(len(capacity), np.inf)
         for resource in shared:
             np.minimum.at(least, resource[open_], offer[open_])
@@ -121,7 +122,7 @@ def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) ->
 
 
 def link_s(network: Network, num_bytes: float) -> np.ndarray:
-    """(n, n) seconds of a transfer while all devices of both nodes send and receive one."""
+    """(n, n) seconds of a transfer while every device of both nodes sends and receives one."""
     per_node = np.bincount(network.node, minlength=network.num_nodes)
     share = (network.nic_bytes_per_s / per_node)[network.node]
     leaves = network.node[:, None] != network.node
@@ -130,9 +131,9 @@ def link_s(network: Network, num_bytes: float) -> np.ndarray:
 
 
 def permute_phase(network: Network, sources: ArrayLike, num_bytes: float) -> Phase:
-    """Replica i receives ``num_bytes`` from ``sources[i]`` (-1, or itself: nothing).
+    """The phase in which replica i receives ``num_bytes`` from ``sources[i]`` (-1: nothing).
 
-    A replica is done when it has received and its own message has arrived.
+    A replica is done when it has received and when the message that it sent has arrived.
     """
     wanted = np.asarray(sources, np.int64)
     receivers = np.flatnonzero(wanted >= 0)
@@ -151,9 +152,9 @@ def ring_phase(network: Network, groups: Groups, num_bytes: float, *, laps: int 
     """A ring all-reduce (two laps) in every group at the same time (Patarasuk & Yuan 2009).
 
     One lap is a reduce-scatter or an all-gather. A group of g sends chunks of ``num_bytes / g``
-    around itself in the order given, ``laps (g - 1)`` times. A member passes a chunk on when it
-    has arrived and the link is free. The bandwidth of the slowest link therefore sets the pace, and
-    latencies add up.
+    around the ring, in the order of its members, ``laps (g - 1)`` times. A member passes a chunk on
+    when it has arrived and the link is free. The bandwidth of the slowest link therefore sets the
+    pace, and latencies add up.
     """
     duration = np.zeros(network.num_devices)
     rings = [group for group in groups if len(group) > 1]
@@ -225,14 +226,14 @@ def _double_tree(network: Network, group: np.ndarray) -> list[np.ndarray]:
 
 
 def _tree_parent(rank: int, n: int) -> int:
-    """Rank 0 is the root; an odd rank is a leaf."""
+    """The parent of a rank other than 0, the root; odd ranks are leaves."""
     bit = rank & -rank
     parent = (rank ^ bit) | (bit << 1)
     return parent if parent < n else rank ^ bit
 
 
 def _longest_way_s(network: Network, edges: np.ndarray) -> float:
-    """The sum of latencies from the leaf that is farthest from the root."""
+    """The sum of latencies, in seconds, from the leaf that is farthest from the root."""
     up = dict(edges.tolist())
     longest = 0.0
     for leaf in up:
@@ -250,7 +251,7 @@ def all_reduce_phases(
     algorithm: AllReduce = "auto",
     groups: Groups | None = None,
 ) -> list[Phase]:
-    """The mean of ``num_bytes`` over all devices, or over every group at the same time.
+    """The phases of a mean of ``num_bytes`` over all devices, or in every group at the same time.
 
     - ``ring``, ``tree``: see `ring_phase`, `tree_phase`;
     - ``auto``: for each group the faster of the two, as NCCL's tuner is meant to choose;
@@ -258,8 +259,8 @@ def all_reduce_phases(
       nodes, all-gather inside. Collective libraries do not do this by themselves.
 
     Raises:
-      ValueError: an unknown name, or hierarchical without equally many members, at least two, in
-        each of at least two nodes.
+      ValueError: an unknown name, or ``hierarchical`` for groups that do not have equally many
+        members, at least two, in each of at least two nodes.
     """
     groups = [np.arange(network.num_devices)] if groups is None else groups
     if algorithm == "hierarchical":
@@ -312,18 +313,19 @@ def round_phases(
 ) -> list[Phase]:
     """The collectives of one round, in the order in which they run.
 
-    Args:
-      compression: size of a message, as a fraction of ``num_bytes``.
-
-    A permutation is a permute of the whole model. A mean of groups is an all-reduce. If messages
-    are coded (``compression`` below 1), it is permutes of chunks to their owners, and an all-gather
-    (`decent_jax.gossip.groups`). Groups with a partner (alternating_exp_ring), whose messages are
-    sums and are never coded:
+    A permutation is a permute of the whole model. A mean of groups is an all-reduce; if messages
+    are coded (``compression`` below 1), it is permutes of chunks to their owners and an all-gather
+    (`decent_jax.gossip.groups`). Groups that send to each other (alternating_exp_ring) send sums,
+    which are never coded; ``execution`` says how:
 
     - ``hierarchical``: reduce-scatter in the group, permute of the shards of 1/g, all-gather;
     - ``plain``: all-reduce in the group, then a permute of whole models;
     - ``all_reduce``: partners form one group, which all-reduces (Decent-DP does this for every
       round, pairs included). The round must be a mean over disjoint groups.
+
+    Args:
+      num_bytes: size of a model in float32.
+      compression: size of a message, as a fraction of ``num_bytes``.
     """
     n, g = len(rnd.self_weights), rnd.group_size
     if n != network.num_devices:
@@ -334,7 +336,7 @@ def round_phases(
         return all_reduce_phases(network, num_bytes, "auto", mean_groups(rnd))
     if execution not in ("hierarchical", "plain"):
         raise ValueError(
-            f"a round is carried out hierarchical, plain or all_reduce, got {execution!r}"
+            f"execution of a round must be hierarchical, plain or all_reduce, got {execution!r}"
         )
 
     def permutes(size: float) -> list[Phase]:
@@ -364,8 +366,8 @@ def mean_groups(rnd: Round) -> list[np.ndarray]:
     mean = (label[:, None] == label) / size[label][:, None]
     if np.abs(mean - rnd.matrix).max() > 1e-9:
         raise ValueError(
-            "only a round that is a mean over disjoint groups can be carried out by all-reduce; "
-            "use hierarchical or plain"
+            "only a round that is a mean over disjoint groups can be executed by all-reduce; use "
+            "hierarchical or plain"
         )
     return [np.flatnonzero(label == k) for k in range(count)]
 
@@ -380,7 +382,7 @@ def round_s(
     """Seconds of round ``r`` of a schedule from a common start until all replicas have mixed.
 
     Args:
-      num_bytes: of one model as sent (parameters x bytes of its codec).
+      num_bytes: size of a model as sent (parameters x bytes of their codec).
     """
     return total_s(round_phases(network, schedule.rounds[r], num_bytes, execution))
 
@@ -396,7 +398,7 @@ def total_s(phases: Sequence[Phase]) -> float:
 
 
 def _labels(groups: Groups, n: int) -> np.ndarray:
-    """(n,) the group of each replica."""
+    """(n,) int: the group of each replica."""
     label = np.zeros(n, np.int64)
     for k, group in enumerate(groups):
         label[group] = k

@@ -1,22 +1,22 @@
 """Placement of replicas on devices such that the rounds of a schedule use the fast links.
 
-A schedule is the better for a network, the less disagreement it leaves. Assume that the parameters
+The less disagreement a schedule leaves, the better it suits a network. Assume that the parameters
 of every replica drift by independent noise of variance 1 per second, as in training on different
 data. A round sends the parameters that the replicas have at its beginning. At its end, after the
-time that the network needs, the mixture replaces them, and the drift since the beginning is added
+time that the network needs, the mix replaces them, and the drift since the beginning is added
 (``combine="awc"``). The mean squared distance from the mean then settles. Its average over time,
 relative to the effect of one second of drift, is the schedule's **disagreement**, in seconds: the
-age of the drift that is still there.
+age of the drift that has not been averaged away.
 
 For rounds of equal length t it is
 
     t (1/2 + sum over k = 0, 1, ... of ||W_k ... W_1 - J||_F^2 / (n - 1)),
 
-averaged over the starting phase: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
+averaged over all choices of W_1: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
 one symmetric W. Unlike -log(consensus_rate) / t, disagreement is finite for schedules that become
-exact (one_peer_exp, hypercube, alternating_exp_ring), and unlike the contraction of a single round
-it gives them credit for that. A round that takes little time may do little, and the measure is the
-same for static and varying schedules. The order of the replicas matters only through time.
+exact (one_peer_exp, hypercube, alternating_exp_ring). Unlike the contraction of a single round, it
+gives them credit for that. A round that takes little time may do little, and static and varying
+schedules are measured alike. The order of the replicas matters only through the time of rounds.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-_FEW = 6  # devices whose 720 orders are all compared, in a millisecond each
+_FEW = 6  # devices, whose 720 orders are all compared, in a millisecond each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedSchedule:
     """A schedule on a network.
 
-    order: (n,) int; replica i lives on device ``order[i]``.
-    round_s: seconds of every round, `costs.round_s` (or ``compute_s`` where that is longer).
-    disagreement_s: see the module's docstring.
+    order: (n,) int; replica i is on device ``order[i]``.
+    round_s: seconds of every round, `costs.round_s` (or ``compute_s`` if that is longer).
+    disagreement_s: in seconds, see the module's docstring.
     """
 
     schedule: Schedule
@@ -64,11 +64,12 @@ def evaluate(
     *,
     compute_s: float = 0.0,
 ) -> PlacedSchedule:
-    """A schedule with replica i on device ``order[i]`` (default: device i).
+    """The times and the disagreement of a schedule with replica i on device ``order[i]``.
 
     Args:
-      num_bytes: of one model as a message.
-      compute_s: the step that hides communication; no round is shorter.
+      num_bytes: size of one model as a message.
+      order: (n,) int; None: replica i is on device i.
+      compute_s: seconds of the step that hides communication; no round is shorter.
     """
     devices = np.arange(network.num_devices) if order is None else np.asarray(order, np.int64)
     round_s = _evaluate_rounds(network.take(devices), schedule, num_bytes, compute_s)
@@ -90,7 +91,7 @@ def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
     """The age of the drift that rounds of these lengths leave; see the module's docstring.
 
     Args:
-      matrices: (n, n) each; infinite if they do not contract.
+      matrices: (n, n) each. If they do not contract, the result is infinite.
     """
     n = len(matrices[0])
     if n == 1:
@@ -139,17 +140,17 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule with the order of replicas of the shortest period that the search finds.
+    """The schedule with the order of replicas whose period is the shortest that the search finds.
 
     For up to 6 devices, it is the best of all orders. For more, simulated annealing (Kirkpatrick et
     al. 1983) starts from the best of several regular orders and exchanges two replicas or two
-    evenly spaced rows of replicas. If the network's own order leaves less disagreement than the one
-    found, the result has the network's.
+    evenly spaced rows of replicas. If the network's own order leaves less disagreement, the result
+    has that order.
 
     Args:
-      steps: exchanges to try at most. Unless the time runs out first, the result depends only on
-        the seed.
-      progress: show a bar that counts seconds.
+      steps: exchanges to try at most. Unless the time runs out first, the result then depends only
+        on the seed.
+      progress: whether to show a bar that counts seconds.
 
     Raises:
       ValueError: the network does not have one device per replica.
@@ -198,7 +199,7 @@ def anneal(
 def clock(
     time_limit_s: float, steps: int | None, what: str, progress: bool
 ) -> Iterator[Iterator[float]]:
-    """Yields an iterator from 0 to 1: the fraction of a search that is complete."""
+    """Yields an iterator over the completed share of a search, from 0 to 1, until it must stop."""
     start = time.perf_counter()
 
     def parts(bar: tqdm) -> Iterator[float]:
@@ -217,10 +218,10 @@ def clock(
 class _Permutes:
     """Seconds of a period of permutations, computed in some 30 microseconds.
 
-    A hundredth of the mean of all transfers is added, which an exchange also changes where it
-    leaves the slowest transfer as it is. A transfer gets an equal share of the two network cards,
-    or its own link where that is less. That is the exact rate of the slowest transfer, because
-    max-min fairness gives more to others only.
+    A hundredth of the mean of all transfers is added, so that exchanges count that leave the
+    slowest transfer unchanged. A transfer gets an equal share of each of its two network cards, or
+    its own link if that is slower. This is the exact rate of the slowest transfer, because max-min
+    fairness gives a larger share to other transfers only.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class _Permutes:
 
 
 def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Swap two replicas, or two equally spaced rows of replicas."""
+    """A copy of ``order`` with two replicas, or two evenly spaced rows of replicas, swapped."""
     n = len(order)
     order = order.copy()
     length = 2 ** int(rng.integers(0, max(1, int(math.log2(n))))) if rng.random() < 0.5 else 1
@@ -271,7 +272,7 @@ def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
-    """Clusters of nearby devices, consecutive or interleaved, for every size."""
+    """Orders in which clusters of nearby devices, of every size, are consecutive or interleaved."""
     n = network.num_devices
     seconds = costs.link_s(network, num_bytes)
     orders = []
@@ -284,8 +285,8 @@ def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
 def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]:
     """Clusters of ``size`` devices, the first grown from device ``first``.
 
-    A cluster grows by the free device nearest to its members; the next one begins with the free
-    device farthest from the last.
+    A cluster grows by the free device nearest to its members; the next cluster begins with the free
+    device farthest from the previous cluster.
     """
     free = list(range(len(seconds)))
     mutual = seconds + seconds.T
@@ -297,7 +298,7 @@ def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]
 
 
 def take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
-    """Move a free device and size - 1 others, each the nearest to those so far, out of ``free``."""
+    """Removes a device and size - 1 others, each the nearest to those before, from ``free``."""
     taken = [free.pop(first)]
     sums = costs[taken[0]].copy()
     while len(taken) < size:

@@ -1,7 +1,8 @@
 """A cluster's network: the time of a message between any two devices.
 
 Latencies and bandwidths are measured (`load`, `from_matrices`), nominal (`preset`, `cluster`) or
-DT-FM's table of cloud regions (`regions`). Seconds, bytes, bytes per second throughout.
+those of DT-FM's table of cloud regions (`regions`). All units are seconds, bytes and bytes per
+second.
 
 >>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
 >>> network
@@ -29,10 +30,10 @@ FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
 
 _COPIES = 20  # of a matrix of all pairs, in memory at a time
-_LATENCY_NOISE_S = 50e-6  # by which two directions may differ: the clock's, not the network's
+_LATENCY_NOISE_S = 50e-6  # by which two directions may differ: noise of the clock
 _LARGEST_ASYMMETRY = 1.25  # directions that differ more were measured under different load
-_SLOWEST = 1e3  # bytes per second that a network has
-_LONGEST_NAME = 300  # characters; of a host at most 253
+_SLOWEST = 1e3  # bytes per second of a plausible network
+_LONGEST_NAME = 300  # characters; a host name has at most 253
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -40,11 +41,11 @@ class Network:
     """n devices in machines ("nodes"), and the link between each pair.
 
     latency_s: (n, n) float64; [i, j] from device i to device j, 0 on the diagonal.
-    bandwidth_bytes_per_s: (n, n) float64; of one transfer i -> j that is alone on the network,
+    bandwidth_bytes_per_s: (n, n) float64; of one transfer from i to j that is alone on the network,
         infinite on the diagonal.
-    node: (n,) int64; the machine device i sits in, numbered from 0 without gaps.
-    nic_bytes_per_s: (num_nodes,) float64; what all transfers that leave a machine share, and
-        separately all that enter it (full duplex). Infinite: no shared limit is known.
+    node: (n,) int64; the machine of device i, numbered from 0 without gaps.
+    nic_bytes_per_s: (num_nodes,) float64; shared by all transfers that leave a machine and,
+        separately, by all that enter it (full duplex). Infinite: no shared limit is known.
     names: n different names.
     """
 
@@ -66,7 +67,7 @@ class Network:
         return len(self.nic_bytes_per_s)
 
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
-        """Seconds of a transfer between two devices, alone on the network."""
+        """Seconds of a transfer between two devices that is alone on the network."""
         return float(
             self.latency_s[source, target] + num_bytes / self.bandwidth_bytes_per_s[source, target]
         )
@@ -80,7 +81,7 @@ class Network:
         known = set(devices.tolist()) & set(range(self.num_devices))
         if not 0 < len(known) == devices.size:
             raise ValueError(
-                f"take needs different devices, of 0 to {self.num_devices - 1}, got "
+                f"take needs different devices from 0 to {self.num_devices - 1}, got "
                 f"{devices.tolist()}"
             )
         old_nodes = list(dict.fromkeys(self.node[devices].tolist()))
@@ -95,7 +96,7 @@ class Network:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write JSON for `load`; None on the diagonal and for unlimited bandwidth."""
+        """Writes JSON for `load`, with null on the diagonal and for unlimited bandwidth."""
         fields = {
             "format": FORMAT,
             "names": list(self.names),
@@ -113,7 +114,7 @@ def load(path: str | Path) -> Network:
     """A network from a JSON file, with every check of `from_matrices`.
 
     Keys: ``"format": "decent_jax.network/1"``, ``latency_s`` and ``bandwidth_bytes_per_s`` (n x n,
-    row i is sent by device i; the diagonal is not read), and if known ``node``,
+    row i for what device i sends; the diagonal is not read) and, if known, ``node``,
     ``nic_bytes_per_s`` and ``names``.
 
     Raises:
@@ -143,22 +144,23 @@ def from_matrices(
     names: Sequence[str] | None = None,
     symmetrize: bool = False,
 ) -> Network:
-    """A network of measured matrices, (n, n), whose row i is what device i sends.
+    """A network from measured matrices, (n, n), with row i for what device i sends.
 
-    The two directions may differ by 25% (latencies also by 50 us); more is refused, because it
-    mostly means that one of the two was measured while something else used the network. A
-    latency of exactly 0 means that latency is neglected. The diagonals are ignored.
+    The two directions of a link may differ by 25% (latencies also by 50 us). More is refused,
+    because it mostly means that one direction was measured while something else used the network.
+    A latency of exactly 0 means that latency is neglected. The diagonals are ignored.
 
     Args:
-      node: the machine of each device; default: every device is a machine of its own.
+      node: (n,) the machine of each device; default: every device is a machine of its own.
       nic_bytes_per_s: of each machine, None or infinite where nothing is shared; default: the
         fastest link that leaves the machine (links are measured one at a time, so no measurement
         shows that two transfers together are faster than one).
-      symmetrize: let the slower direction of every pair count for both.
+      names: of the devices; default: node0/0, node0/1, ...
+      symmetrize: whether the slower direction of every pair counts for both.
 
     Raises:
-      ValueError: one sentence that names the entry: not square, missing, zero bandwidth,
-        asymmetric, or so far from any real network that the units must be wrong.
+      ValueError: a matrix is not square, or an entry is missing, zero, asymmetric, or so far from
+        any real network that the unit must be wrong; one sentence that names it.
     """
     latency = _numbers(latency_s, "latency_s")
     bandwidth = _numbers(bandwidth_bytes_per_s, "bandwidth_bytes_per_s")
@@ -242,7 +244,7 @@ def _nics(nic_bytes_per_s: ArrayLike, num_nodes: int) -> np.ndarray:
 
 
 def _check_entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
-    """Check that every off-diagonal entry is a number that is plausible in its unit."""
+    """Raises ValueError if an off-diagonal entry is not a number that is plausible in its unit."""
     checks = (
         ("latency", latency, "s", 1e-8, 1.0, "or 0, if it is neglected"),
         ("bandwidth", bandwidth, "bytes/s", _SLOWEST, 1e13, "and 1 Gbit/s is 1.25e8 bytes/s"),
@@ -258,14 +260,14 @@ def _check_entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str,
             raise ValueError(
                 f"the {what} from {names[i]} to {names[j]}{more} is {matrix[i, j]:g} {unit}, but "
                 f"networks have {least:g} to {most:g} {unit}, {note}; mind the unit, or measure "
-                "again: a pair without a link needs what the detour through another device gives"
+                "again: a pair without a link needs the value of a detour through another device"
             )
 
 
 def _check_symmetric(
     matrix: np.ndarray, what: str, unit: str, noise: float, names: tuple[str, ...]
 ) -> None:
-    """Check that the two directions differ by at most 25%, or by ``noise`` in their unit."""
+    """Raises ValueError if two directions differ by more than 25%, and than ``noise``."""
     larger, smaller = np.maximum(matrix, matrix.T), np.minimum(matrix, matrix.T)
     wrong = larger > np.maximum(_LARGEST_ASYMMETRY * smaller, smaller + noise)
     if wrong.any():
@@ -287,8 +289,8 @@ class Link(NamedTuple):
     bytes_per_s: float
 
 
-# Line rates by specification (A100 HGX; PCIe 4.0 x16; Ethernet; HDR100), latencies of a small
-# message as usually seen; nothing here was measured.
+# Line rates by specification (A100 HGX; PCIe 4.0 x16; Ethernet; HDR100), and usual latencies of a
+# small message; nothing here was measured.
 NVLINK = Link(5e-6, 300e9)
 PCIE = Link(10e-6, 25e9)
 ETHERNET_25G = Link(30e-6, 25 * BYTES_PER_GBIT)
@@ -333,7 +335,7 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
 
 
 def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Network:
-    """Machines of possibly different sizes on one network, ``between.bytes_per_s`` per machine."""
+    """A network of machines with these numbers of devices; ``between`` is the link of a machine."""
     sizes = np.asarray(devices_per_node, np.int64)
     if sizes.ndim != 1 or len(sizes) == 0 or sizes.min() < 1:
         raise ValueError(f"a cluster needs machines of at least one device, got {sizes.tolist()}")
@@ -349,10 +351,10 @@ def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Net
 
 
 def regions(counts: Mapping[str, int]) -> Network:
-    """Machines of one device in the cloud regions of DT-FM, ``counts`` per region.
+    """A network of machines with one device in DT-FM's cloud regions, ``counts`` per region.
 
-    Between two regions the measured latency and bandwidth of one stream; between two machines of
-    a region 5 ms and 2 Gbit/s, which is also a machine's network card.
+    A link between two regions has the measured latency and bandwidth of one stream. A link inside
+    a region has 5 ms and 2 Gbit/s, which is also the rate of a machine's network card.
 
     >>> regions({"Tokyo": 1, "Oregon": 2}).transfer_s(0, 1, num_bytes=0)
     0.096
@@ -368,7 +370,7 @@ def regions(counts: Mapping[str, int]) -> Network:
 def _region_network(
     pairs: Mapping[str, Sequence[float]], counts: Mapping[str, int], inside: Sequence[float]
 ) -> Network:
-    """Machines in regions, from milliseconds and Gbit/s between and inside regions."""
+    """The network of `regions`, from milliseconds and Gbit/s between and inside regions."""
     links = {frozenset(pair.split("-")): tuple(link) for pair, link in pairs.items()}
     links |= {frozenset([region]): tuple(inside) for region in counts}
     _check_size(sum(counts.values()))

@@ -23,9 +23,9 @@ from decent_jax.planner.recommend import Choice, config_fields
 from decent_jax.planner.runtime import CODECS, CONSTANT, AllReduce, LogNormal, Workload, fit
 from decent_jax.topology import NAMES
 
-FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
-ROW_LENGTH = 768.0  # parameters per row of a matrix, where no config says: GPT-2 small's width
-SHORTEST_S, LONGEST_S = 1e-9, 1e5  # of a step: a cycle of a processor, a day
+FORWARD = 1 / 3  # share of the forward pass: the backward pass multiplies twice as often
+ROW_LENGTH = 768.0  # parameters per row of a matrix without a config: GPT-2 small's width
+SHORTEST_S, LONGEST_S = 1e-9, 1e5  # bounds of a step: a processor's cycle, a day
 
 
 # --- flags --------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def add(parser: Any, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser or to an argument group."""
+    """Adds flags to a parser or to an argument group."""
     for name, metavar, kind, default, words in flags:
         how: Json = {"required": True} if default is MUST else {"default": default}
         if default not in (None, MUST):
@@ -139,7 +139,7 @@ def add(parser: Any, flags: Iterable[Flag]) -> None:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Complete missing flags from ``--config``: the model and the replicas."""
+    """Completes missing flags, those of the model and the replicas, from ``--config``."""
     options.base = options.num_replicas = options.replicas_per_node = None
     options.late_parameters, options.row_length = 0, ROW_LENGTH
     if options.config:
@@ -164,9 +164,9 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def choose_method(options: argparse.Namespace) -> None:
-    """Set ``algorithm``, ``combine`` and ``optimizer`` of choices from ``--config``, if given.
+    """Sets ``algorithm``, ``combine`` and ``optimizer`` of choices from ``--config``, if given.
 
-    For a config of all_reduce the method that gossips with the same optimizer.
+    For a config of all_reduce, it chooses the method that gossips with the same optimizer.
     """
     options.algorithm, options.combine, options.optimizer = "accum_adam", "awc", ""
     if options.base is None:
@@ -176,7 +176,7 @@ def choose_method(options: argparse.Namespace) -> None:
 
     name = options.base.algorithm
     if options.base.trainer != config.SYNCHRONOUS:
-        why = "must be of replicas in one program; peers and pipelines follow no recommendation"
+        why = "must have the synchronous trainer; peers and pipelines follow no recommendation"
         raise ConfigError.about("--config", options.config, why)
     if name not in METHODS:
         raise ConfigError.about("algorithm", name, f"must be one of {', '.join(METHODS)}")
@@ -207,7 +207,7 @@ def accepted(options: argparse.Namespace, choice: Choice) -> bool:
     try:
         config_lib.check_run(config)
     except ConfigError as error:
-        if error.field.startswith("data."):  # which need not be there yet
+        if error.field.startswith("data."):  # the data need not be there yet
             return True
         if isinstance(choice.algorithm, AllReduce):
             raise ConfigError(f"--config {options.config}: {error}", field=error.field) from None
@@ -216,12 +216,12 @@ def accepted(options: argparse.Namespace, choice: Choice) -> bool:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """The step of one replica."""
+    """The workload of one replica's step, from the flags."""
     compute_s, variation = options.compute_s, LogNormal(options.sigma)
     if options.trace:
         if compute_s is not None or variation != CONSTANT:
             raise ConfigError(
-                "--trace says compute time and variation; leave the others out", field="--trace"
+                "--trace replaces --compute_s and --sigma; leave them out", field="--trace"
             )
         compute_s, variation = measured(options.trace)
     elif compute_s is None:
@@ -237,9 +237,9 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def measured(path: str) -> tuple[float, LogNormal]:
-    """Mean and variation of the steps in a run's metrics.jsonl.
+    """Mean, in seconds, and variation of the step times in a run's metrics.jsonl.
 
-    The first row is left out, because it holds compilation.
+    The first row is left out, because it includes compilation.
 
     Raises:
       ConfigError: no such file, or fewer than three rows with a positive ``perf/step_time_s``.
@@ -257,7 +257,7 @@ def measured(path: str) -> tuple[float, LogNormal]:
 
 
 def network_of(options: argparse.Namespace) -> Network:
-    """The network; a preset without ``--nodes`` is as large as the config's replicas need."""
+    """The network of the flags; without ``--nodes``, a preset is as large as the config needs."""
     name, nodes = options.network, options.nodes
     n, replicas_per_node = (
         getattr(options, "num_replicas", None),
@@ -294,5 +294,5 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
 
 
 def search_of(options: argparse.Namespace) -> Json:
-    """Arguments of a search."""
+    """The keyword arguments of a search, from the flags."""
     return {"time_limit_s": options.time_limit_s, "progress": sys.stderr.isatty()}

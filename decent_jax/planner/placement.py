@@ -12,8 +12,8 @@ a path through the groups. The cost of a partition (Yuan et al., NeurIPS 2022, s
                     latency + bytes_pp / bandwidth
 
 The slower direction of a link counts. The path (Held and Karp 1962) and the matchings are solved
-exactly, so `StageGroups` has the cost of the best pipelines for its groups, and `stages` are those
-pipelines; `evaluate` gives the cost of any pipelines.
+exactly, so `StageGroups` has the cost of the best pipelines for its groups, and
+`StageGroups.stages` returns these pipelines; `evaluate` gives the cost of any pipelines.
 """
 
 import copy
@@ -37,8 +37,8 @@ class Job:
 
     num_stages: pipeline stages, each held by one data-parallel group (at most 16).
     num_replicas: devices in a group.
-    data_parallel_bytes: gradients of one stage.
-    pipeline_bytes: activations that cross from one stage to the next in a step, one way.
+    data_parallel_bytes: bytes of the gradients of one stage.
+    pipeline_bytes: bytes of the activations from one stage to the next in a step, one way.
     """
 
     num_stages: int
@@ -70,7 +70,7 @@ class Costs(NamedTuple):
 
 
 def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
-    """The cost of given pipelines.
+    """The cost of these pipelines.
 
     Args:
       stages: (num_stages, num_replicas) int; device [k, r] holds stage k of pipeline r.
@@ -82,7 +82,7 @@ def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
 
 
 def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """(n, n) each: costs of two devices in one group, and in consecutive stages."""
+    """(n, n) seconds each: costs of two devices in one group, and in consecutive stages."""
     share = job.data_parallel_bytes / job.num_replicas
     averaging = 2 * (network.latency_s + share / network.bandwidth_bytes_per_s)
     passing = network.latency_s + job.pipeline_bytes / network.bandwidth_bytes_per_s
@@ -90,12 +90,12 @@ def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
-    """The perfect matching of rows and columns with the smallest largest cost.
+    """The perfect matching of rows and columns whose largest cost is smallest.
 
     Args:
       costs: (d, d). Returns the column of every row (d,) and that largest cost.
     """
-    # No matching can be cheaper than the cheapest entry of any row or column. Usually that is it.
+    # No matching is cheaper than the cheapest entry of any row or column. Usually, one costs that.
     lower = max(costs.min(axis=1).max(), costs.min(axis=0).max())
     columns, fits = _matching_within(costs, lower)
     if fits:
@@ -119,7 +119,9 @@ def _matching_within(costs: np.ndarray, limit: float) -> tuple[np.ndarray, bool]
 
 
 def shortest_open_path(costs: np.ndarray) -> tuple[np.ndarray, float]:
-    """The order of k points, (k,), whose path is shortest, and its length (Held and Karp 1962).
+    """The order (k,) in which the path through k points is shortest, and its length.
+
+    By dynamic programming (Held and Karp 1962).
 
     Args:
       costs: (k, k) symmetric.
@@ -141,7 +143,7 @@ def shortest_open_path(costs: np.ndarray) -> tuple[np.ndarray, float]:
 
 @functools.cache
 def _extensions(k: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
-    """For every size below k: its subsets as bit masks, and by which points each can grow.
+    """For every size below k, the subsets as bit masks, and the points by which each can grow.
 
     A layer is (masks, index into the masks, point).
     """
@@ -156,11 +158,11 @@ def _extensions(k: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
 
 
 class Problem:
-    """A job on a network, in matrices.
+    """A job on a network of m devices, as matrices.
 
-    averaging_s: (m, m) what two devices in one group cost each other, 0 on the diagonal.
-    passing_s: (m, m) what two devices matched between neighbouring groups cost.
-    kind: (m,) int; devices of one kind can be exchanged without any cost changing.
+    averaging_s: (m, m) seconds that two devices in one group cost each other, 0 on the diagonal.
+    passing_s: (m, m) seconds that two devices matched between neighbouring groups cost.
+    kind: (m,) int; exchanging two devices of one kind changes no cost.
 
     Raises:
       ValueError: the network has fewer devices than the job needs.
@@ -179,11 +181,11 @@ class Problem:
         self._matchings: dict[tuple, float] = {}
 
     def group_s(self, group: np.ndarray) -> float:
-        """The data-parallel cost of one group (d,)."""
+        """The data-parallel cost of one group (d,), in seconds."""
         return float(self.averaging_s[np.ix_(group, group)].sum(axis=1).max())
 
     def edge_s(self, group: np.ndarray, other: np.ndarray) -> float:
-        """The pipeline cost between two groups."""
+        """The pipeline cost between two groups, in seconds one way."""
         key = (tuple(sorted(self.kind[group].tolist())), tuple(sorted(self.kind[other].tolist())))
         key = (min(key), max(key))
         if len(self._matchings) > MOST_REMEMBERED:
@@ -193,15 +195,15 @@ class Problem:
         return self._matchings[key]
 
     def lower_bound(self) -> Costs:
-        """Costs that no placement can be below.
+        """Lower bounds on the costs of every placement.
 
-        data_parallel: a device pays at least for its num_replicas - 1 cheapest partners, and of
-        the m devices at most m - num_devices can be left out.
+        data_parallel: a device pays at least for its num_replicas - 1 cheapest partners, and at
+        most m - num_devices of the m devices can be left out.
 
-        pipeline: let c(t) devices have any partner at cost t or less. An edge of cost t needs two
-        groups made of such devices only; there are at most c(t) / num_replicas of these groups,
-        and a path has fewer edges among them than groups. So the j-th cheapest edge costs at least
-        the cost at which (j + 1) num_replicas devices have a partner.
+        pipeline: let c(t) devices have some partner at cost t or less. An edge of cost t needs two
+        groups of such devices only. There are at most c(t) / num_replicas such groups, and a path
+        has fewer edges among them than groups. The j-th cheapest edge therefore costs at least the
+        cost at which (j + 1) num_replicas devices have a partner.
         """
         job, m = self.job, len(self.kind)
         partners = np.sort(self.averaging_s + np.diag(np.full(m, np.inf)), axis=1)
@@ -213,7 +215,7 @@ class Problem:
 
 
 def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
-    """Numbers of classes of devices that can stand for each other.
+    """(m,) int: the class of each device; devices of a class are interchangeable.
 
     Two devices are of one kind if they cost the same to every third device; for symmetric costs
     this is an equivalence.
@@ -234,7 +236,7 @@ class StageGroups:
 
     `swap` updates it in place.
 
-    slots: (m,) the devices; num_replicas per group, the devices left out at the end.
+    slots: (m,) the devices: num_replicas per group, then the devices that are left out.
     group_s: (num_stages,) data-parallel cost of every group.
     edge_s: (num_stages, num_stages) pipeline cost between every two groups.
     order: (num_stages,) the groups along the shortest path.
@@ -266,7 +268,7 @@ class StageGroups:
         return Costs(float(self.group_s.max()), self.path_s)
 
     def swap(self, first: int, second: int) -> None:
-        """Swap the devices in two slots, and update only the costs of the two groups."""
+        """Swaps the devices in two slots, and updates only the costs of their groups."""
         self.slots[[first, second]] = self.slots[[second, first]]
         groups = self.groups
         for a in {slot // groups.shape[1] for slot in (first, second) if slot < groups.size}:
@@ -275,7 +277,7 @@ class StageGroups:
         self._update_order()
 
     def stages(self) -> np.ndarray:
-        """(num_stages, num_replicas) devices of the network: pipeline r is column r, top down."""
+        """(num_stages, num_replicas) int devices of the network; pipeline r is column r."""
         rows = [self.groups[self.order[0]]]
         for a in self.order[1:]:
             group = self.groups[a]

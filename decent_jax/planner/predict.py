@@ -22,19 +22,19 @@ from decent_jax.planner import runtime, simulator
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import CONSTANT, Algorithm, AllReduce, Gossip, Workload
 
-TIMELINES = ("all_reduce", "one_peer_exp", "alternating_exp_ring")  # that a picture compares
+TIMELINES = ("all_reduce", "one_peer_exp", "alternating_exp_ring")  # compared in a picture
 ALL_REDUCES = ("all_reduce", "all_reduce_hierarchical")
 BUCKET_BYTES = (25e6, 100e6, math.inf)  # small ones overlap, large ones save latency
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One step, in seconds, and its parts.
+    """One step and its parts, in seconds.
 
-    step_s: the step.
+    step_s: the whole step.
     compute_s: forward, backward and update of the slowest machine on average.
     exposed_s: communication that nothing hides: the rest of a step if compute were constant.
-    waiting_s: the rest, due to compute that varies: waiting for late replicas.
+    waiting_s: what remains, because compute varies: waiting for late replicas.
     """
 
     label: str
@@ -77,12 +77,12 @@ def predict(
     algorithm: Algorithm,
     label: str | None = None,
 ) -> Prediction:
-    """The step under ``algorithm`` and its parts."""
+    """The predicted step under ``algorithm``, and its parts."""
     slowest = float(np.max(workload.factors(network.num_devices)))
     compute = slowest * workload.compute_s + workload.update_s
     total = step_s(network, workload, algorithm)
     if workload.compute == CONSTANT:
-        steady = total = max(total, compute)  # but for rounding it is
+        steady = total = max(total, compute)  # equal, except for rounding
     else:
         constant = dataclasses.replace(workload, compute=CONSTANT)
         steady = min(total, step_s(network, constant, algorithm))
@@ -99,11 +99,11 @@ def predict(
 def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
     """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
 
-    All-reduce has whichever of `BUCKET_BYTES` is fastest, so that gossip is compared with an
-    all-reduce that was tuned. The schedule's ``replicas_per_node`` is the devices of a node.
+    All-reduce uses the fastest of `BUCKET_BYTES`, so that gossip is compared with a tuned
+    all-reduce. The schedule's ``replicas_per_node`` is the number of devices per node.
 
     Raises:
-      ValueError: the schedule does not exist, or not for this network.
+      ValueError: the schedule does not exist, at least not for this network.
     """
     if name in ALL_REDUCES:
         collective = "auto" if name == "all_reduce" else "hierarchical"
@@ -117,7 +117,7 @@ def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
 
 
 def replicas_per_node(network: Network) -> int:
-    """Devices per node, where nodes are alike and their devices consecutive; else 1."""
+    """The number of devices per node; 1 if it varies, or if a node's are not consecutive."""
     sizes = np.bincount(network.node)
     if np.ptp(sizes) == 0 and (np.diff(network.node) >= 0).all():
         return int(sizes[0])
@@ -152,7 +152,7 @@ def available(network: Network) -> list[str]:
 def timelines(
     network: Network, workload: Workload, names: Sequence[str], steps: int = 3
 ) -> dict[str, tuple[tuple[simulator.Event, ...], np.ndarray]]:
-    """By title, some steps of each algorithm for `decent_jax.plots.gantt.draw`.
+    """The events of some steps of each algorithm, by title, for `decent_jax.plots.gantt.draw`.
 
     See `algorithm_of`.
     """
@@ -166,7 +166,7 @@ def timelines(
 
 
 def format_table(rows: Sequence[Prediction]) -> str:
-    """A Markdown table in milliseconds; speed-up over all-reduce."""
+    """A Markdown table in milliseconds, with the speed-up over all-reduce."""
     base = next((row.step_s for row in rows if row.label == "all_reduce"), None)
     headings = ("algorithm", "step ms", "compute", "exposed communication", "stragglers")
     cells = []

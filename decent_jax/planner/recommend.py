@@ -1,9 +1,9 @@
 """Choice of schedule, interval and codec by the predicted step time.
 
-Choices within 1% of the fastest step count as equally fast; the first of them is the one whose
-replicas agree soonest (`steps_per_averaging`). The loss is not predicted, since it depends
-on model, optimizer and data; docs/results.md has measured losses for schedules, formats and longer
-intervals, and docs/algorithms.md for methods. Therefore only the requested choices are compared.
+Choices within 1% of the fastest step count as equally fast; among these, the first is the one whose
+replicas agree soonest (`steps_per_averaging`). The loss is not predicted, because it depends on
+model, optimizer and data; only the requested choices are therefore compared. docs/results.md has
+measured losses for schedules, formats and longer intervals, docs/algorithms.md for methods.
 Encoding a message is assumed to take no time.
 """
 
@@ -31,9 +31,9 @@ _EQUALLY_FAST = 1.01  # times the fastest step
 class Choice:
     """An algorithm with its predicted step.
 
-    sent_bytes: by the busiest replica per step, on average.
-    averaging_steps: after which replicas are one averaging nearer to each other; 0: all-reduce.
-    replicas_per_node: replicas per node.
+    sent_bytes: bytes that the busiest replica sends per step, on average.
+    averaging_steps: see `steps_per_averaging`, times ``mix_every``; 0 for all-reduce.
+    replicas_per_node: as in `topology.make`.
     """
 
     algorithm: Algorithm
@@ -44,11 +44,11 @@ class Choice:
 
 
 def steps_per_averaging(schedule: Schedule) -> float:
-    """Steps m in which the consensus error falls as much as in one averaging.
+    """The number of rounds that do as much for consensus as one exact average.
 
-    The least ``w / (1 - q)`` over windows of w rounds, q the largest factor by which w consecutive
-    rounds leave the squared consensus distance. 1 for complete, log2 n for one_peer_exp,
-    ``1 / (1 - rho^2)`` for a static matrix.
+    It is the least ``w / (1 - q)`` over windows of w rounds, where w consecutive rounds leave at
+    most the fraction q of the squared consensus distance: 1 for complete, log2 n for one_peer_exp,
+    and ``1 / (1 - rho^2)`` for a static matrix.
     """
     if schedule.num_replicas == 1:
         return 1.0
@@ -78,11 +78,12 @@ def choices(
     codecs: Sequence[str] = ("float32",),
     combine: Literal["awc", "atc"] = "awc",
 ) -> list[Choice]:
-    """All-reduce and every combination, the best first.
+    """All-reduce and every combination of the arguments, the best first.
 
     Args:
       schedules: names for `topology.make`; by default, all that exist for this network.
-      mix_every, codecs, combine: of `Gossip`; a codec that a schedule does not support is left out.
+      mix_every, codecs, combine: as in `Gossip`; codecs that a schedule does not support are left
+        out.
     """
     n, model_bytes = network.num_devices, workload.model_bytes
     all_reduce = predict.algorithm_of("all_reduce", network, workload)
@@ -107,7 +108,7 @@ def choices(
 def _order(least_s: float, choice: Choice) -> tuple[float, float, int]:
     """Sort key; ties go to small cliques, which are assumed (not measured) to be faster.
 
-    XLA's authors report permutes on GPUs that are 10 to 20 times as fast in a clique of few devices
+    XLA's authors report that permutes on GPUs are 10 to 20 times as fast in a clique of few devices
     as in one of many (openxla #40505).
     """
     largest = choice.prediction.num_replicas
@@ -127,7 +128,7 @@ def _label(algorithm: Gossip) -> str:
 
 
 def format_table(choices: Sequence[Choice], most: int = 12) -> str:
-    """The first ``most`` choices, and all-reduce in any case."""
+    """A Markdown table of the first ``most`` choices, and of all-reduce in any case."""
     headings = ("", "step ms", "dominant", "sent per step", "steps per averaging")
     rows = [
         (
@@ -147,8 +148,8 @@ def config_fields(choice: Choice, algorithm: str = "accum_adam", optimizer: str 
     """The config fields, by dotted name, that select this choice.
 
     Args:
-      algorithm: of `decent_jax.optim.METHODS`, for choices other than all_reduce.
-      optimizer: the local one of that algorithm, for all_reduce; "": the config's own.
+      algorithm: a name in `decent_jax.optim.METHODS`, for choices other than all_reduce.
+      optimizer: the local optimizer of that algorithm, for all_reduce; "": the config's own.
     """
     gossip = choice.algorithm
     fields: Json = {"num_replicas": choice.prediction.num_replicas}

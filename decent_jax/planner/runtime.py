@@ -1,10 +1,10 @@
 """The parts of a training step, and its time with all-reduce in closed form.
 
-Three things make gossip faster than all-reduce (Wang et al., ICLR 2025): it hides behind the whole
-step and not only behind the backward pass; it can keep to fast links; and a replica waits for its
-neighbours, not for the slowest of all. The paper's own equations were not available; these follow
-from the schedule that its code implements. F, B, U are the times of forward, backward and update, X
-the factor by which compute varies, C the time to communicate the whole model:
+Gossip is faster than all-reduce for three reasons (Wang et al., ICLR 2025): it hides behind the
+whole step and not only behind the backward pass; it can keep to fast links; and a replica waits for
+its neighbours, not for the slowest of all replicas. The paper's own equations were not available;
+these follow from the schedule that its code implements. F, B, U are the times of forward, backward
+and update, X is the factor by which compute varies, C the time to communicate the whole model:
 
 - all-reduce: a replica sends a bucket as soon as it has its gradients, and all replicas begin the
   next step together. With k equal buckets, one factor X per replica and step, and C' for gradients
@@ -12,10 +12,10 @@ the factor by which compute varies, C the time to communicate the whole model:
 
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
 
-- gossip, ``combine="awc"``: replicas send parameters after an update and need the mixture at their
-  next update. `decent_jax.planner.simulator` finds the step. Where compute is constant and all
-  replicas communicate for the same time C in a round, it is the mean of max( F + B, C ) + U over
-  rounds; waiting for a barrier in every step would take E max( X (F + B), max C ) + U.
+- gossip, ``combine="awc"``: replicas send parameters after an update and need the mix at their next
+  update. `decent_jax.planner.simulator` finds the time of a step. If compute is constant and all
+  replicas communicate for the same time C in a round, this is the mean of max( F + B, C ) + U over
+  rounds; with a barrier in every step, it would be E max( X (F + B), max C ) + U.
 
 >>> from decent_jax.planner.network import preset
 >>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
@@ -45,9 +45,9 @@ QUANTILES = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal:
-    """A random factor with mean 1 on forward and backward, per replica and step.
+    """A random factor with mean 1 on the times of forward and backward, per replica and step.
 
-    ``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
+    It is ``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
     """
 
     sigma: float
@@ -60,14 +60,14 @@ class LogNormal:
         return np.exp(-self.sigma * special.ndtri(probability) - self.sigma**2 / 2)
 
 
-CONSTANT = LogNormal(0.0)  # every step takes the mean
+CONSTANT = LogNormal(0.0)  # every step takes the mean time
 
 
 def max_nodes(distribution: LogNormal, slowness: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Values and weights with ``E f(max) = sum(weights * f(values))``, the maximum over n draws.
+    """Values and weights with ``E f(m) = sum(weights * f(values))``, m the maximum of n draws.
 
-    If all factors are equal, by Gauss-Legendre quadrature in the probability (error below 1e-6 of
-    the mean for smooth f); otherwise exact for `QUANTILES` equally probable values.
+    If all factors are equal, they are a Gauss-Legendre quadrature in the probability (error below
+    1e-6 of the mean for smooth f); otherwise they are exact for `QUANTILES` equally likely values.
 
     Args:
       slowness: (n,) factors; draw i is multiplied by ``slowness[i]``.
@@ -94,16 +94,16 @@ def expected_max(distribution: LogNormal, n: int) -> float:
 
 @functools.cache
 def _nodes() -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of exceeding, close together near 0, where a tail needs them; their weights."""
+    """Probabilities of being exceeded, dense near 0, where a tail needs them, and their weights."""
     node, weight = np.polynomial.legendre.leggauss(200)
     half = (node + 1) / 2
     return half**4, 2 * weight * half**3
 
 
 def fit(times_s: np.ndarray, steps_per_time: int = 1) -> tuple[float, LogNormal]:
-    """Mean and variation of step times of one replica, (m,) seconds, m at least 2.
+    """Mean, in seconds, and variation of one replica's step times, (m,) seconds, m at least 2.
 
-    They must be of compute alone: of a run with one replica, or without communication. In a
+    They must be times of compute alone: from a run with one replica, or without communication. In a
     synchronous run every step already takes the maximum over replicas.
 
     Args:
@@ -121,14 +121,14 @@ def fit(times_s: np.ndarray, steps_per_time: int = 1) -> tuple[float, LogNormal]
 class Workload:
     """One replica's step, without communication.
 
-    model_bytes: parameters (and gradients) in float32.
-    forward_s, backward_s, update_s: means.
+    model_bytes: bytes of the parameters (or gradients) in float32.
+    forward_s, backward_s, update_s: mean seconds.
     compute: the factor on forward and backward, drawn for each replica and step.
     slowness: (n,) factors of replicas that are always slower (or faster) than 1, or one for all.
     late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
         backward pass: an embedding, the more so if it is also the output layer.
-    row_length: parameters per row of the last axis on average; 8 and 4 bits send a float32 scale
-        each.
+    row_length: mean number of parameters per row of the last axis; formats of 8 and 4 bits send a
+        float32 scale per row.
     """
 
     model_bytes: float
@@ -142,7 +142,7 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward."""
+        """Mean seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     def share(self, codec: str) -> float:
@@ -151,7 +151,7 @@ class Workload:
         return bits / 32 + (1 / self.row_length if bits <= 8 else 0)
 
     def factors(self, n: int) -> np.ndarray:
-        """(n,) ``slowness``."""
+        """``slowness`` of each of n replicas, (n,)."""
         return np.broadcast_to(np.asarray(self.slowness, float), n)
 
 
@@ -160,7 +160,7 @@ class AllReduce:
     """Synchronous mean of gradients in buckets, each sent as soon as it is computed.
 
     collective: see `costs.all_reduce_phases`.
-    bucket_bytes: of float32 gradients (PyTorch's default 25 MB; XLA combines up to 30 MB);
+    bucket_bytes: bytes of float32 gradients (PyTorch's default is 25 MB; XLA combines up to 30 MB);
         infinite: one message after the backward pass.
     """
 
@@ -182,8 +182,8 @@ class Gossip:
     """Parameters mixed by a schedule.
 
     mix_every: H; every H-th step has a round.
-    combine: "awc" hides it behind the step, "atc" exposes it.
-    codec: one of `CODECS`, of all messages; float32 alone where the schedule sends sums.
+    combine: "awc" hides the round behind the step, "atc" exposes it.
+    codec: the format of messages, one of `CODECS`; only float32 if the schedule sends sums.
     execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
         Decent-DP, which sends bucket b after its update and needs it at its own next update.
@@ -199,7 +199,7 @@ class Gossip:
     def __post_init__(self) -> None:
         if not codes(self.schedule, self.codec):
             raise ValueError(
-                f"{self.schedule.name} sends sums of groups, which travel in float32 only, got "
+                f"{self.schedule.name} sends sums of groups, which are sent only in float32, got "
                 f"codec {self.codec}; use a schedule such as one_peer_exp or complete"
             )
 
@@ -215,7 +215,7 @@ class Bucket(NamedTuple):
     """A part of the model that is sent in one message."""
 
     num_bytes: float  # in float32
-    backward: float  # fraction of the backward pass between the bucket before and this one
+    backward: float  # fraction of the backward pass between the previous bucket and this one
 
 
 def buckets(workload: Workload, algorithm: Algorithm) -> list[Bucket]:
@@ -234,7 +234,7 @@ def buckets(workload: Workload, algorithm: Algorithm) -> list[Bucket]:
 def phases_of(
     network: Network, workload: Workload, algorithm: Algorithm, num_bytes: float
 ) -> list[list[costs.Phase]]:
-    """The phases for ``num_bytes`` of float32, for each round (all-reduce has one "round")."""
+    """The phases of each round (all-reduce has one "round") for ``num_bytes`` of float32."""
     if isinstance(algorithm, AllReduce):
         return [costs.all_reduce_phases(network, num_bytes, algorithm.collective)]
     compression = workload.share(algorithm.codec)
@@ -247,7 +247,7 @@ def phases_of(
 def all_reduce_step_s(network: Network, workload: Workload, algorithm: AllReduce) -> float:
     """Expected seconds of a step of synchronous all-reduce.
 
-    Exact where all replicas are done with a bucket at the same time, as with a ring or a tree.
+    Exact if all replicas are done with a bucket at the same time, as with a ring or a tree.
     """
     parts = buckets(workload, algorithm)
     seconds = {

@@ -1,7 +1,7 @@
 """Search for the best placement: simulated annealing, restarted every 100 exchanges.
 
-Each beginning is a partition constructed at random (`construct`); an exchange swaps two devices.
-`placement` gives the cost of a partition exactly. It is a maximum over groups and over pairs, which
+Each restart begins with a random partition (`construct`); an exchange swaps two devices.
+`placement` gives the exact cost of a partition. It is a maximum over groups and over pairs, which
 most exchanges do not change, so the annealing adds a tenth of the means over groups and over edges.
 """
 
@@ -13,9 +13,9 @@ from decent_jax.planner.gossip_placement import clock, take_near
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Costs, Job, Problem, StageGroups
 
-_EXCHANGES = 100  # from one beginning
-_TEMPERATURE = 0.01  # at the beginning, as a share of the lowest cost
-_SLOPE = 0.1  # of the means
+_EXCHANGES = 100  # per restart
+_TEMPERATURE = 0.01  # at a restart, as a share of the lowest cost
+_SLOPE = 0.1  # weight of the means
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class PlacedStages:
 
     stages: (num_stages, num_replicas) int; device [k, r] of the network holds stage k of
         pipeline r, and row k is a data-parallel group.
-    costs: seconds, exact; `placement.evaluate` gives the same.
+    costs: exact, in seconds, as by `placement.evaluate`.
     lower_bound: no placement costs less in total.
     """
 
@@ -47,14 +47,14 @@ def place(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedStages:
-    """The cheapest placement of a job on a network that the search finds in the given time.
+    """The cheapest placement of a job on a network that the search finds within ``time_limit_s``.
+
+    It stops early at a placement that is proved optimal.
 
     Args:
-      steps: exchanges to try at most; then, unless the time is up first, the same seed gives the
+      steps: exchanges to try at most; unless the time is up first, the same seed then gives the
           same placement.
-      progress: show a bar that counts seconds.
-
-    Stops early at a placement that is proved optimal.
+      progress: whether to show a bar that counts seconds.
 
     Raises:
       ValueError: too few devices.
@@ -86,7 +86,7 @@ def place(
 
 
 def _pair(groups: StageGroups, rng: np.random.Generator) -> tuple[int, int]:
-    """Two slots, of different groups and kinds if ten draws find any."""
+    """Two slots, of different groups and kinds if ten draws find such a pair."""
     job, kind = groups.problem.job, groups.problem.kind
     first = second = 0
     for _ in range(10):
@@ -106,10 +106,10 @@ def _score(groups: StageGroups) -> float:
 def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     """A new partition, from random segments of the path.
 
-    A segment of h stages is made of pipelines of h devices near each other: either the tightest
-    pipelines of all, or pipelines out of a cluster of devices that are near each other. With one
-    segment pipelines stay inside a region and groups span regions; with a segment per stage groups
-    stay inside a region.
+    A segment of h stages consists of pipelines of h devices near each other: either the tightest
+    of all free pipelines, or pipelines within a cluster of devices near each other. With a single
+    segment, pipelines stay inside a region and groups span regions; with a segment per stage,
+    groups stay inside a region.
     """
     job = problem.job
     free = list(rng.permutation(len(problem.kind)))
@@ -129,7 +129,7 @@ def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
 
 
 def _tightest(free: list, costs: np.ndarray, size: int) -> int:
-    """Where in ``free`` is the device whose size - 1 nearest others in it are nearest."""
+    """The place in ``free`` of the device whose size - 1 nearest others are nearest in sum."""
     mutual = costs[np.ix_(free, free)]
     # A device's cost to itself is 0, the least of its row.
     return int(np.partition(mutual, size - 1, axis=1)[:, :size].sum(axis=1).argmin())

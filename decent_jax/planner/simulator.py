@@ -1,17 +1,17 @@
-"""The planner's clock: when each replica computes, communicates and waits.
+"""Simulation of training steps: when each replica computes, communicates and waits.
 
-All-reduce: bucket b is reduced when every replica has its gradients and the bucket before it is
-done; a replica begins its next step when its last bucket is done and applied.
+All-reduce: bucket b is reduced once every replica has its gradients and the previous bucket is
+done; a replica begins its next step once its last bucket is done and applied.
 
-Gossip follows the recursion of the reference's code (F, B, U forward, backward, update; replica i,
-bucket b, step t; R the replicas that i exchanges with in the round)::
+Gossip follows the recursion of the reference's code (F, B, U are the times of forward, backward and
+update; i is a replica, b a bucket, t a step; R are the replicas with which i exchanges)::
 
     ready[i,b,t] = max( d[i,b-1,t] + B[i,b,t],  c[i,b,t-1] )        d[i,b,t] = ready[i,b,t] + U[b]
     d[i,0,t] = d[i,last,t-1] + F[i,t]
     c[i,b,t] = C[b,R] + max over j in R and i of max( d[j,b,t], the end of j's last communication )
 
-With one bucket, which is this project's way, the mix begins at the start of a step and is needed
-at its update. These maxima order all events without a queue, so all replicas advance at once.
+With one bucket, as in this project, the mix begins at the start of a step and is needed at its
+update. These maxima order all events without a queue, so all replicas advance together.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
 
 class Event(NamedTuple):
-    """The activity of replica ``replica`` from ``start_s`` to ``end_s`` of the simulated run.
+    """What a replica does from ``start_s`` to ``end_s``, seconds of the simulated run.
 
     kind: forward, backward, update, wait (for a message, in the compute stream), or communicate.
     """
@@ -42,8 +42,8 @@ class SimulatedSteps:
     """The result of `simulate`.
 
     step_s: mean seconds of a step after the warm-up.
-    ends_s: (steps, n); when each replica had finished each step.
-    events: of all steps, where ``record`` asks for them.
+    ends_s: (steps, n) seconds, the warm-up included; when each replica had finished each step.
+    events: those of all steps if ``record`` is set.
     """
 
     step_s: float
@@ -61,10 +61,10 @@ def simulate(
     seed: int = 0,
     record: bool = False,
 ) -> SimulatedSteps:
-    """Simulate ``warm_up + steps`` steps of ``workload`` under ``algorithm``.
+    """Simulates ``warm_up + steps`` steps of ``workload`` under ``algorithm``.
 
-    Gossip needs a warm-up, because replicas begin together and drift apart for a while. If compute
-    is constant, the mean is over whole periods of the schedule.
+    Gossip needs a warm-up, because replicas begin together and drift apart for a while. Both
+    numbers of steps are rounded up to whole periods of the schedule.
     """
     cycle = 1
     if isinstance(algorithm, Gossip):
@@ -85,9 +85,9 @@ def settled_step_s(
     """The steady-state step time for constant compute.
 
     All times are maxima of sums (a max-plus linear system; Baccelli et al. 1992). If every time of
-    a state is later than in an earlier state by the same number of seconds, the steps between the
-    two repeat forever. Each state is compared with that of the last power of two, as in Brent's
-    cycle search: replicas that wait for each other settle within a few steps.
+    a state is later than in an earlier state by the same number of seconds, the steps in between
+    repeat forever. Each state is compared with that of the last power of two, as in Brent's cycle
+    search: replicas that wait for each other settle within a few steps.
     """
     simulation = _Simulation(network, workload, algorithm, record=False)
     factor = workload.factors(network.num_devices)
@@ -122,18 +122,18 @@ class _Simulation:
         self.phases = [phases[part.num_bytes] for part in self.parts]  # [bucket][round]
         self.now = np.zeros(network.num_devices)  # when the compute stream is free
         self.network_free = np.zeros(network.num_devices)  # end of the last communication
-        self.arrived = [self.now] * len(self.parts)  # when the mix of each bucket is there
+        self.arrived = [self.now] * len(self.parts)  # when the mix of each bucket has arrived
         self.step_number = 0
         if isinstance(algorithm, Gossip) and algorithm.combine == "awc":
             for bucket in range(len(self.parts)):  # the initial parameters go out at once
                 self._send_parameters(0, bucket)
 
     def state(self) -> np.ndarray:
-        """Every time that a later step depends on."""
+        """Every time on which a later step depends."""
         return np.concatenate([self.now, self.network_free, *self.arrived])
 
     def step(self, t: int, factor: np.ndarray) -> np.ndarray:
-        """Advance by step ``t``; returns when each replica has finished it."""
+        """Advances by step ``t``; returns when each replica has finished it, (n,) seconds."""
         self.step_number = t
         self._compute("forward", factor * self.workload.forward_s)
         if isinstance(self.algorithm, AllReduce):
@@ -166,7 +166,7 @@ class _Simulation:
         self._wait(self.arrived[-1])
 
     def _send_parameters(self, step: int, bucket: int) -> None:
-        """Start the round of ``step``, if it has one."""
+        """Starts the round of ``step``, if it has one."""
         assert isinstance(self.algorithm, Gossip)
         r = self.algorithm.schedule.round_at(step, self.algorithm.mix_every)
         if r is not None:
@@ -183,7 +183,7 @@ class _Simulation:
         self._record("wait", begin, self.now)
 
     def _communicate(self, r: int, bucket: int) -> np.ndarray:
-        """Send a bucket once it is computed and the previous communication is over."""
+        """Sends a bucket once it is computed and the previous communication is over."""
         at = np.maximum(self.now, self.network_free)
         for phase in self.phases[bucket][r]:
             at = phase.end_s(at)

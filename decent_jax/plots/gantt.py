@@ -26,12 +26,12 @@ def draw(
     replicas: Sequence[int],
     steps: int = 3,
 ) -> Figure:
-    """The last steps of each run, two lines per replica: compute above, network below.
+    """Draws the last ``steps`` steps of each run, with compute above network for every replica.
 
     Args:
       runs: by title, the events and when each replica ended each step, (steps, n) seconds.
-      names: of all n replicas.
-      replicas: to draw.
+      names: the names of all n replicas.
+      replicas: the numbers of those to draw.
     """
     figure = style.new_figure(11, 0.8 + len(runs) * (0.75 + 0.34 * len(replicas)))
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]

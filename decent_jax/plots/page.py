@@ -29,7 +29,7 @@ _STYLE += "td, th { text-align: left; padding-right: 2em }"
 
 
 def write(runs: Sequence[RunFolder], path: Path) -> Path:
-    """Write the page of these loaded and labelled runs, and return its path."""
+    """Writes the page of these loaded and labelled runs to ``path``, and returns it."""
     title = html.escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
     head = f'<meta charset="utf-8"><meta name="generator" content="{MARK}"><title>{title}</title>'
     parts = [f"<!doctype html>\n{head}<style>{_STYLE}</style><h1>{title}</h1>"]
@@ -55,7 +55,7 @@ def write(runs: Sequence[RunFolder], path: Path) -> Path:
 
 
 def _figures(runs: Sequence[RunFolder]) -> Iterator[go.Figure]:
-    """The charts for which a run has data."""
+    """The charts for which some run has data."""
     for title, names in CHARTS.items():
         figure, of_replicas = go.Figure(), len(names) > 2  # of a single run
         for k, run in enumerate(runs if not of_replicas or len(runs) == 1 else ()):
@@ -79,7 +79,7 @@ def _figures(runs: Sequence[RunFolder]) -> Iterator[go.Figure]:
 
 
 def _table(title: str, columns: Sequence[Json], runs: Sequence[RunFolder]) -> str:
-    """A row per key, a column per run."""
+    """An HTML table with a row per key and a column per run."""
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     rows = [f"<h2>{title}</h2><table><tr><th></th>{heads}</tr>"]
     for name in dict.fromkeys(name for column in columns for name in column):

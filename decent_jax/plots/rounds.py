@@ -14,10 +14,10 @@ MOST_ROUNDS, COLUMNS = 12, 6
 
 
 def draw(schedule: Schedule) -> Figure:
-    """Every round (the first twelve) as a graph and as its matrix, six rounds in a row.
+    """Draws every round (the first twelve) as a graph and as its matrix, six rounds in a row.
 
-    An arrow points from sender to receiver, a line without a head goes both ways; the thicker, the
-    larger the weight.
+    An arrow points from sender to receiver; a line without a head stands for both directions. The
+    larger the weight, the thicker the line.
     """
     matrices = [rnd.matrix for rnd in schedule.rounds[:MOST_ROUNDS]]
     columns = min(COLUMNS, len(matrices))
@@ -61,7 +61,7 @@ def _graph(axes: Axes, matrix: np.ndarray, title: str) -> None:
                 mutation_scale=max(9 * thin, 3.5),
                 shrinkA=5 * thin,
                 shrinkB=5 * thin,
-                # Arrows both ways of different weights must not hide each other.
+                # Two arrows of opposite directions must not hide each other.
                 connectionstyle="arc3,rad=0.12",
                 color=BLUE,
                 lw=(0.6 + 2 * weight) * max(thin, 0.35),

@@ -1,4 +1,4 @@
-"""The curves of one run, or of several for comparison, one line per run or per mean over seeds."""
+"""The curves of one run or of several runs, with a line per run or per mean over seeds."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ __all__ = ["COLOURS", "GREY", "GRID", "INK", "curve", "draw", "groups_of", "plot
 COMPARISON = Path("comparison.png")  # in the current folder
 CONSENSUS = "train/consensus_distance_relative"
 LOSSES = ("train/loss", "eval/loss")
-# Title, metrics, and what they are drawn against, of each panel for which the runs have data.
+# Of each panel: title, metrics, and the quantity on the x axis. Panels without data are left out.
 PANELS = (
     *(("Loss: line training, dots validation", LOSSES, x) for x in ("steps", "seconds", "sent")),
     *((title, (name,), "steps") for name, (title, _) in SCORES.items()),
@@ -41,13 +41,14 @@ _ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster"}
 def plot_runs(
     runs: Sequence[str | Path], out: str | Path | None = None, *, mean: bool = False
 ) -> Path:
-    """Draw the folders ``runs`` into the file ``out`` and return its path.
+    """Draws the runs in the folders ``runs`` into the file ``out``, and returns its path.
 
     Metrics that a run did not record are left out.
 
     Args:
-      mean: runs that differ only in their seed become one line, their mean, with a band of one
-        standard deviation.
+      out: default: curves.png in the folder of a single run, or comparison.png.
+      mean: whether runs that differ only in their seed become one line, their mean, with a band of
+        one standard deviation.
 
     Raises:
       RunError: a run has nothing to draw.
@@ -85,7 +86,7 @@ def draw(groups: Sequence[Sequence[RunFolder]]) -> Figure:
 
 
 class Curve(NamedTuple):
-    """A metric of one group of runs, at the steps that all of them recorded; arrays (m,)."""
+    """A metric of a group of runs at the m steps that all of them recorded; arrays (m,)."""
 
     steps: np.ndarray
     seconds: np.ndarray | None  # of training, mean over the runs; None: not recorded
@@ -95,7 +96,7 @@ class Curve(NamedTuple):
 
 
 def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
-    """Groups of runs that differ only in their seed, in the order of their first runs; labelled."""
+    """Labelled groups of runs that differ only in their seed, in the order of their first runs."""
     groups: dict[tuple, list[RunFolder]] = {}
     for run in runs:
         settings = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
@@ -139,7 +140,7 @@ def _mean_of(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
 def _curves(
     groups: Sequence[Sequence[RunFolder]], names: Sequence[str], x: str
 ) -> Iterator[tuple[int, str, Curve]]:
-    """(number of the group, metric, curve) of all that can be drawn against ``x``."""
+    """(number of the group, metric, curve) of every curve that can be drawn against ``x``."""
     for k, group in enumerate(groups):
         for name in names:
             drawn = curve(group, name)
@@ -156,7 +157,7 @@ def _panel(
     x: str,
     curves: Sequence[tuple[int, str, Curve]],
 ) -> None:
-    """The curves of some metrics against ``steps``, ``seconds`` or bytes ``sent``."""
+    """Draws the curves of some metrics against ``steps``, ``seconds`` or bytes ``sent``."""
     unit, scale = _unit(x, max(float(getattr(curve, x)[-1]) for *_, curve in curves))
     for k, name, curve in curves:
         look, at = style.look(k), getattr(curve, x) / scale
@@ -187,7 +188,7 @@ def _ranks(run: RunFolder) -> list[int]:
 
 
 def _lanes(axes: Axes, run: RunFolder) -> None:
-    """A lane per peer: when it trained, its steps, and the staleness of its averages."""
+    """Draws a lane per peer: when it trained, its steps, and the staleness of its averages."""
     ranks = _ranks(run)
     every = [row["step"] for row in run.rows if any(f"peers/{k}/steps" in row for k in ranks)]
     shown = Normalize(0, max(1, *(run.series(f"peers/{k}/stale")[1].max() for k in ranks)))

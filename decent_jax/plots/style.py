@@ -25,16 +25,16 @@ MARKS = "osD^vPX*"
 
 
 def new_figure(width: float, height: float, **spacing: Any) -> Figure:
-    """An empty figure, sizes in inches, which leaves room for every label.
+    """An empty figure of this size, in inches, that leaves room for every label.
 
     Args:
-      spacing: between panels; see `matplotlib.layout_engine.ConstrainedLayoutEngine`.
+      spacing: spaces between panels; see `matplotlib.layout_engine.ConstrainedLayoutEngine`.
     """
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**spacing))
 
 
 def grid(count: int, columns: int, labels: Sequence[str] = ()) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` panels, and above them a legend of labelled lines in their `look`."""
+    """A figure of ``count`` panels below a legend of ``labels``, with the `look` of each line."""
     width, rows = 5.6 * columns, -(-count // columns)
     labels = [as_it_is(label) for label in labels]
     legend_columns = _legend_columns(labels, width)
@@ -59,15 +59,15 @@ def look(k: int) -> Json:
 
 
 def title(axes: Axes, text: str, pad: float | None = None) -> None:
-    """Write the title of a panel at its left."""
+    """Writes the title of a panel at its left."""
     axes.set_title(text, loc="left", size=11, color=INK, pad=pad)
 
 
 def frame(axes: Axes, text: str, aside: str = "", pad: float | None = None) -> None:
-    """Give a panel its title and a light grid behind the data, without box and ticks.
+    """Gives a panel a title and a light grid behind the data, without box and ticks.
 
     Args:
-      aside: text at the right of the title.
+      aside: text to the right of the title.
       pad: points between panel and title.
     """
     title(axes, text, pad)
@@ -80,7 +80,7 @@ def frame(axes: Axes, text: str, aside: str = "", pad: float | None = None) -> N
 
 
 def curve_frame(axes: Axes, text: str, aside: str = "", x: str = "step") -> None:
-    """The `frame` of a panel of curves against steps, time or bytes."""
+    """Gives a panel of curves its `frame` and the label of its x axis."""
     frame(axes, text, aside, pad=9)
     axes.set_xlabel(x, color=GREY, size=9)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 2.5, 5, 10)))
@@ -88,14 +88,14 @@ def curve_frame(axes: Axes, text: str, aside: str = "", x: str = "step") -> None
 
 
 def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
-    """Write 0.1, 2 or 500 at a logarithmic axis, at these multiples of the powers of ten."""
+    """Labels a logarithmic axis 0.1, 2 or 500, at these multiples of the powers of ten."""
     axis.set_major_locator(LogLocator(subs=tuple(multiples), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
 
 def log_axis(axes: Axes, values: np.ndarray) -> None:
-    """A logarithmic y axis of at least a decade for these values, with plain numbers on it."""
+    """Gives a panel a logarithmic y axis, of at least a decade, with plain numbers for labels."""
     values = values[np.isfinite(values)]
     if len(values) == 0:
         axes.set_yticks([])
@@ -111,7 +111,7 @@ def log_axis(axes: Axes, values: np.ndarray) -> None:
 
 
 def hold(axes: Axes, values: np.ndarray) -> None:
-    """Limit a linear y axis to these finite values, with a margin."""
+    """Limits a linear y axis to the finite values, with a margin."""
     values = values[np.isfinite(values)]
     if len(values):
         low, high = values.min(), values.max()
@@ -129,10 +129,10 @@ def time_unit(seconds: float) -> tuple[str, int]:
 
 
 def legend(figure: Figure, handles: Sequence[Artist], size: float = 9, **options: Any) -> None:
-    """Explain labelled lines, bars or marks outside all panels: above, unless ``options`` say else.
+    """Adds a legend of labelled lines, bars or marks outside all panels, by default above them.
 
     Args:
-      options: of `matplotlib.figure.Figure.legend`.
+      options: those of `matplotlib.figure.Figure.legend`.
     """
     options = {"loc": "outside upper left", "frameon": False, "labelcolor": INK} | options
     figure.legend(handles=list(handles), fontsize=size, **options)
@@ -145,10 +145,10 @@ def as_it_is(label: str) -> str:
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 120) -> Path:
-    """Write the figure, create its folder if necessary, and return its path."""
+    """Writes the figure, creates its folder if necessary, and returns its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     key = {".png": "Software", ".pdf": "Creator", ".svg": "Creator"}.get(path.suffix.lower())
-    with warnings.catch_warnings(action="ignore"):  # of a legend that fills the page, of a glyph
+    with warnings.catch_warnings(action="ignore"):  # about a large legend or a missing glyph
         figure.savefig(path, dpi=dpi, facecolor="white", metadata={key: MARK} if key else None)
     return path
