@@ -1,4 +1,4 @@
-"""The processes of one program: start-up barrier, watch over each other, preflight check."""
+"""The processes of one run: start-up barrier, watch, supervision and preflight check."""
 
 from decent_jax.ground import extras
 

@@ -3,8 +3,8 @@
     python -m decent_jax.cluster.agent MODULE ...
 
 An agent imports the modules once, including jax, without opening a device. Each process of the run
-is a fork of it, so that the successor of a dead process has nothing to import. If a module has
-started a thread, whose locks a fork would hold forever, the process imports everything again.
+is a fork of the agent, so that the successor of a dead process has nothing to import. If a module
+has started a thread, whose locks a fork would hold forever, the process imports everything anew.
 
 Supervisor and agent exchange lines of JSON over standard input and output (`ssh` and `srun`
 forward them). The agent receives::
@@ -13,9 +13,9 @@ forward them). The agent receives::
     ["signal", NUMBER]
 
 and sends ``["here"]``, ``["ready"]`` after the imports, ``["reached", STEP]``, and ``["ended",
-CODE]``, where the code of a process that died of a signal is minus its number. When its standard
-input ends, the supervisor is gone, and the agent stops its process as after SIGTERM. If the agent
-itself dies, the kernel closes the standard input of its process, which ends at once.
+CODE]``, where the code of a process that a signal killed is minus the signal's number. When its
+standard input ends, the supervisor is gone, and the agent stops its process as after SIGTERM. If
+the agent dies, the kernel closes the standard input of its process, which ends at once.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ class _Process:
     """A process of the run, as its agent sees it.
 
     Attributes:
-      pidfd: readable once it has ended.
-      steps: readable when it has reported a step.
+      pidfd: file descriptor, readable once the process has ended.
+      steps: file descriptor, readable when the process has reported a step.
     """
 
     def __init__(self, pid: int, stdin: int, steps: int):
@@ -53,12 +53,12 @@ class _Process:
             os.write(self._stdin, STOP)
 
     def signal(self, number: int) -> None:
-        """Also to its children, such as readers of data."""
+        """Send a signal to it and its children, such as readers of data."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def end(self) -> int:
-        """Its exit code, once it has ended; its children are killed."""
+        """Kill the children of the ended process; returns its exit code."""
         self.signal(signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         for each in (self.pidfd, self._stdin, self.steps):
@@ -117,7 +117,7 @@ class Agent:
         anew = threading.active_count() > 1
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():  # NumPy's idle threads, which know of forks
+        with warnings.catch_warnings():  # about NumPy's idle threads, which survive forks
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:

@@ -1,11 +1,11 @@
 """Agreement of all processes on the step after which they save or stop, without collectives.
 
-A process that receives a signal may be steps ahead of the others, or block in a collective. So all
-processes number the **boundaries** between their steps. A process that wants to save or stop
-publishes the number of its next boundary in jax's key-value store and waits there. A thread of each
-other process notices that within `_TICK_S` and publishes its own next boundary, even while its loop
-blocks in a collective. Once all have published, they continue to the largest of these numbers, and
-all save or stop there.
+A process that receives a signal may be steps ahead of the others, or block in a collective. All
+processes therefore number the **boundaries** between their steps. A process that wants to save or
+stop publishes the number of its next boundary in jax's key-value store and waits there. A thread of
+every other process notices that within `_TICK_S` and publishes its own next boundary, even while
+its loop blocks in a collective. Once all have published, they continue to the boundary with the
+largest of these numbers, and all save or stop there.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ import jax
 from jax._src.distributed import global_state  # see `decent_jax.cluster.watch`
 
 _TICK_S = 0.25  # between two polls
-_SOON_S = 0.02  # the same, while an agreement is in progress
+_SOON_S = 0.02  # between two polls while an agreement is in progress
 
 _loops = itertools.count()
 
 
 class Agreement:
-    """A context for a loop that all processes run; a single process agrees with itself."""
+    """A context for a loop that all processes run; a single process need not wait."""
 
     def __init__(self):
         self._client: Any = global_state.client  # None: a single process
         self._process = global_state.process_id
         self._count = global_state.num_processes
         self._folder = f"decent_jax/agreed/{next(_loops)}"
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all attributes below
         self._wish = False, False
         self._passed = self._topic = 0  # boundaries; agreements
         self._published = math.inf  # the boundary at which this process waits for the others

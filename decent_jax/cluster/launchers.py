@@ -5,22 +5,22 @@ import re
 
 from decent_jax.ground.errors import ConfigError
 
-# The variable that identifies a launcher, and those that have the number of processes, if any. In
+# The variable that identifies a launcher, and variables with the number of processes, if any. In
 # the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
-# Open MPI comes first, since in a job of SLURM its processes have variables of a step that has one
-# task on each node.
+# Open MPI comes first because its processes in a SLURM job also see the variables of a step with
+# one task per node.
 LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
     "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
 }
-# In which others, of which nothing else is read, have the number of processes: torchrun, MPICH and
-# Intel MPI, MVAPICH, jsrun, Flux, Horovod, Kubeflow, mpiexec, mpirun, and whoever sets jax's.
+# The number of processes as set by launchers that are not supported: torchrun, MPICH and Intel MPI,
+# MVAPICH, jsrun, Flux, Horovod, Kubeflow, mpiexec, mpirun, and whatever sets jax's own variable.
 UNREAD = str.split(
     "WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE JSM_NAMESPACE_SIZE FLUX_JOB_SIZE HOROVOD_SIZE "
     "PET_NNODES MPI_LOCALNRANKS OMPI_COMM_WORLD_SIZE JAX_NUM_PROCESSES"
 )
-# Set where a process is one of several, without their number.
+# Variables that show that a process is one of several, but not of how many.
 UNCOUNTED = str.split(
     "JAX_COORDINATOR_ADDRESS MEGASCALE_COORDINATOR_ADDRESS JAX_PROCESS_ID SLURM_PROCID PMIX_RANK "
     "PMI_RANK ALPS_APP_PE PALS_RANKID JSM_NAMESPACE_RANK FLUX_TASK_RANK LSF_PM_TASKID"
@@ -30,7 +30,7 @@ BY_HAND = "set cluster.coordinator, cluster.num_processes and cluster.process_id
 
 
 def detect_launcher() -> str | None:
-    """The name of the launcher that started this process together with others, if any."""
+    """The launcher that started this process together with others; None if there is none."""
     for name, (variable, sizes) in LAUNCHERS.items():
         if variable in os.environ and (not sizes or (size_of(name) or 1) > 1):
             return name
@@ -38,16 +38,16 @@ def detect_launcher() -> str | None:
 
 
 def size_of(launcher: str) -> int | None:
-    """The number of processes by the first of its variables that is set; None: none is."""
+    """The number of processes that the launcher's variables give; None if none of them is set."""
     variables = LAUNCHERS[launcher][1]
     variable = next((name for name in variables if name in os.environ), None)
     return None if variable is None else number_in(variable, os.environ[variable])
 
 
 def shows_own_devices(launcher: str | None) -> bool:
-    """Whether a process sees no devices of others: it is alone on its host, or bound to its own.
+    """Whether a process sees only its own devices: it is alone on its host, or bound to them.
 
-    Otherwise jax gives each process of a host the one device that has its number there.
+    Otherwise, jax gives each process the one device with its number among the host's processes.
     """
     told = os.environ.get
     if launcher == "SLURM":
@@ -57,30 +57,30 @@ def shows_own_devices(launcher: str | None) -> bool:
 
 
 def check_unread(count: int) -> None:
-    """Raises ConfigError if a launcher whose variables are not read started several processes.
+    """Raise ConfigError if an unsupported launcher started several processes.
 
-    Each process would train alone.
+    Each of them would train alone.
 
     Args:
-      count: processes that find each other through the variables that are read.
+      count: number of processes that find each other through the supported variables.
     """
     for variable in UNREAD:
         told = os.environ.get(variable, "").strip()
         if told.isdecimal() and int(told) > 1 and int(told) != count:
             others = "this one is alone" if count == 1 else f"{count} find each other"
-            why = f"says that so many processes were started; {others}: {BY_HAND}, or unset it"
+            why = f"says how many processes were started, but {others}: {BY_HAND}, or unset it"
             raise ConfigError.about(variable, told, why)
     counted = os.environ.keys() & set(VARIABLES).difference(UNCOUNTED)
     if count == 1 and not counted:
         for variable in UNCOUNTED:
             of_batch_script = variable == "SLURM_PROCID" and os.environ.get(variable) == "0"
             if (value := os.environ.get(variable)) and not of_batch_script:
-                why = f"says that others were started, this one is alone: {BY_HAND}, or unset it"
+                why = f"says others were started, but this one is alone: {BY_HAND}, or unset it"
                 raise ConfigError.about(variable, value, why)
 
 
 def _on_several_tpu_hosts() -> bool:
-    """Whether this is a host of a TPU pod; jax reads its variables or the machine's metadata."""
+    """Whether this host is one of several in a TPU pod, by its variables or the VM's metadata."""
     from jax._src import cloud_tpu_init, clusters
 
     if not cloud_tpu_init.running_in_cloud_tpu_vm:
@@ -101,7 +101,7 @@ def first_host(listed: str) -> str:
 
 
 def number_in(variable: str, text: str) -> int:
-    """The number that a variable of the environment holds, or one of those that it lists."""
+    """The number in ``text``, the value of an environment variable or one item of a list in it."""
     try:
         return int(text)
     except ValueError:

@@ -40,7 +40,7 @@ def check_devices(hosts: list[str]) -> list[jax.Device]:
 
 
 def agreement(config: Mapping[str, object], count: int) -> str:
-    """A sentence that lists what is the same on all ``count`` processes."""
+    """A sentence that lists what all ``count`` processes have in common."""
     description = rendezvous.describe(config)
     versions = [f"{k} {v}" for k, v in description.items() if not k.startswith("config.")]
     fields = json.dumps({k: v for k, v in description.items() if k.startswith("config.")})
@@ -55,7 +55,7 @@ def agreement(config: Mapping[str, object], count: int) -> str:
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs (sender, receiver); together they are all ordered pairs.
+    """Rounds of disjoint pairs (sender, receiver); together they have all ordered pairs.
 
     >>> rounds_of_pairs(3)
     [[(1, 2)], [(2, 1)], [(0, 2)], [(2, 0)], [(0, 1)], [(1, 0)]]
@@ -75,20 +75,20 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 def measure(
     devices: list[jax.Device], hosts: list[str], num_bytes: int, repeats: int, quiet: bool
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Latency and bandwidth between devices of different processes; all processes call it.
+    """Measure latency and bandwidth between devices of different processes; all must call this.
 
     Each device sends a message to its partner, which answers with a short one; see `links`.
 
     Args:
       devices: n devices, one of each process.
-      hosts: of each process.
+      hosts: host name of each process.
       num_bytes: size of the long message.
-      repeats: measurements of each link, whose median counts.
-      quiet: print nothing.
+      repeats: measurements of each link, of which the median counts.
+      quiet: whether to print nothing.
 
     Returns:
-      latency_s, bandwidth_bytes_per_s: (n, n) float64, row i sent by device i; the diagonals are 0
-      and infinite. And lines that show how the hosts reach each other, see `ways`.
+      Seconds and bytes per second, (n, n) float64, where row i is sent by device i; the diagonals
+      are 0 and infinite. Third, lines on how the hosts reach each other, see `ways`.
     """
     index, n = jax.process_index(), len(devices)
     mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)
@@ -111,14 +111,14 @@ def measure(
 
 
 def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and bandwidth from the seconds in which a short and a long message are answered.
+    """Latency and bandwidth, (n, n), from the seconds that a short and a long message take.
 
-    The latency is half of the time for the short one. It compares no clocks of different hosts, so
-    it is the same in both directions. The bandwidth is that of the additional ``num_bytes`` of the
-    long one. Both (n, n).
+    The latency is half of the time for the short message; as no clocks of different hosts are
+    compared, it is the same in both directions. The bandwidth is that of the ``num_bytes`` by which
+    the long message is longer.
     """
     latency = np.minimum(short, short.T) / 2
-    # Noise may hide the additional bytes: they take at least a tenth of the whole time.
+    # Noise may hide these bytes, so count at least a tenth of the long message's time for them.
     bandwidth = num_bytes / np.maximum(long - short, 0.1 * np.maximum(long, 1e-9))
     np.fill_diagonal(bandwidth, np.inf)
     return latency, bandwidth
@@ -148,7 +148,7 @@ def _time(exchange: Callable, message: jax.Array) -> float:
 
 
 def _connections() -> list[list[tuple[sockets.End, sockets.End, str]]]:
-    """See `ways`; without those to the coordinator."""
+    """The connections for `ways`, without those to the coordinator."""
     port = int((global_state.coordinator_address or ":0").rpartition(":")[2])
     ends = [pair for pair in sockets.connections() if port not in (pair[0][1], pair[1][1])]
     return watch.gather([(near, far, sockets.card(near[0], far[0])) for near, far in ends])
@@ -158,7 +158,7 @@ def _connections() -> list[list[tuple[sockets.End, sockets.End, str]]]:
 
 
 def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> str:
-    """The worst link in latency and in bandwidth, a line for each.
+    """Two lines: the link with the longest latency, and the one with the lowest bandwidth.
 
     >>> latency, rate = np.array([[0, 5e-5], [5e-5, 0]]), np.array([[0, 1.25e9], [2.5e9, 0]])
     >>> print(report(latency, rate, ["gpu1/0", "gpu2/0"]))
@@ -185,11 +185,11 @@ def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> st
 def ways(
     connections: Sequence[Sequence[tuple[sockets.End, sockets.End, str]]], hosts: Sequence[str]
 ) -> str:
-    """The address and network card by which each host reaches others, and how to change them.
+    """Lines on the address and network card that each host uses, and how to choose others.
 
     Args:
-      connections: of each process: its end, the other's, its card; other programs' do not count.
-      hosts: of each process.
+      connections: per process, (own end, other end, card); other programs' are ignored.
+      hosts: host name of each process.
 
     >>> a, b = ("10.0.0.1", 4000), ("10.0.0.2", 5000)
     >>> print(ways([[(a, b, "eth0")], [(b, a, "ib0")]], ["gpu1", "gpu2"]))

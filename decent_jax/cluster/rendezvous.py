@@ -1,4 +1,4 @@
-"""A start-up barrier before that of jax: every process reports a problem in one sentence.
+"""A start-up barrier before jax's own, at which every process reports a problem in one sentence.
 
 In jax's start-up, a process that waits too long ends with a stack trace, one that cannot listen
 ends with a segmentation fault, and processes with different configs hang or train nonsense.
@@ -7,8 +7,8 @@ with the run's secret (`ground.connections`), and send a **hello**: their number
 host and a **description** of themselves (versions and config). Once all have connected, process 0
 sends them the list of hosts, or the reason why they cannot start, and frees the port for jax.
 
-A launcher passes the run's **secret** in the variable `SECRET`. Without one, process 0 writes a new
-one to a shared folder, readable by its owner only, and removes it once all have connected.
+A launcher may pass the run's **secret** in the variable `SECRET`. Otherwise, process 0 writes a new
+secret to a shared folder, readable by its owner only, and removes it once all have connected.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ _SECRET_FILE = ".start_secret-{port}"  # runs that share a folder have ports of 
 _SET_FOR_ALL = f"start all processes as one user, or set {SECRET} for all of them"
 _SHORTEST_SECRET = 16  # characters
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
-# Every process has its own; of the data themselves `train.same_data.facts_of` must be equal.
+# These may differ between processes; the data themselves must agree in `train.same_data.facts_of`.
 _OWN_FIELDS = ("cluster.coordinator", "cluster.process_id", "data.path")
-_ANSWER_S = 10  # time for one message between two processes that both run
+_ANSWER_S = 10  # for one message between two running processes
 _RESOLVE_S = 60  # a host name may appear late (Kubernetes), but not later than this
 _SHOWN = 3  # differences in one sentence
 _LONGEST_VALUE = 40  # characters of a value in which processes differ
 _LONGEST_NAME = 64  # characters of a host name
-_TICK_S = 0.1  # between two looks at who is there
+_TICK_S = 0.1  # between two checks of who has connected
 
 
 def describe(config: Mapping[str, object]) -> dict[str, str]:
@@ -53,7 +53,7 @@ def describe(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def difference(descriptions: list[dict[str, str]], hosts: list[str]) -> str | None:
-    """A sentence that names the differences and the processes, or None if all agree.
+    """A clause that names the differences and the processes, or None if all agree.
 
     >>> difference([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.12.0"}], ["a", "b", "c"])
     'the processes differ in jax: 0.10.2 on processes 0 (a) and 1 (b), 0.12.0 on process 2 (c)'
@@ -84,27 +84,27 @@ def barrier(
     timeout_s: float,
     folder: str | Path,
 ) -> list[str]:
-    """Wait for all processes and compare their descriptions; each of them calls this.
+    """Wait for all processes and compare their descriptions; every process calls this.
 
     Args:
       address: ``host:port`` of process 0, where nothing listens yet.
       count: number of processes.
       index: number of this process.
-      description: what must be equal on all processes, see `describe`.
+      description: values that must be equal on all processes, see `describe`.
       timeout_s: seconds to wait for the others.
-      folder: where the processes find their secret if no variable has it, see `SECRET`.
+      folder: where the processes find their secret if the variable `SECRET` is not set.
 
     Returns:
       The host name of every process.
 
     Raises:
-      ConfigError: a process did not connect, or differs; the address cannot be used.
+      ConfigError: a process did not connect or differs, or the address cannot be used.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         raise ConfigError.about("cluster.coordinator", address, "must be host:port")
     own_host = shorten(printable(socket.gethostname()), _LONGEST_NAME)
-    # These keys stay, so that processes with different versions can still say so.
+    # Never change these keys: they let processes of different versions report just that.
     hello = {"process": index, "count": count, "host": own_host, "facts": description}
     where = int(port), hello, Path(folder).absolute(), timeout_s
     answer = _gather(*where) if index == 0 else _report(host.strip("[]"), *where)
@@ -117,7 +117,7 @@ def barrier(
 
 
 def _gather(port: int, own: dict, folder: Path, timeout_s: float) -> Json:
-    """Listen as process 0 until all have come; returns the answer that every process received."""
+    """Listen as process 0 until all have connected; returns the answer that all received."""
     end, group = time.monotonic() + timeout_s, _Group(own)
     with (
         offered_secret(folder, port) as known,
@@ -132,12 +132,12 @@ def _gather(port: int, own: dict, folder: Path, timeout_s: float) -> Json:
 
 
 class _Group:
-    """The processes that have come to process 0.
+    """The processes that have connected to process 0.
 
     Attributes:
-      hellos: by the number of the process, what each has sent.
+      hellos: the hello of each process, by its number.
       refusal: why they cannot start together; None: so far, they can.
-      changed: notified when one has come; its lock guards all of this.
+      changed: notified when a process connects; its lock guards all of this.
     """
 
     def __init__(self, own: dict):
@@ -147,12 +147,12 @@ class _Group:
         self._strangers = 0
 
     def admit(self, connection: Connection, address: str) -> None:
-        """Let a process in, or refuse to start: it knows the secret, so it is no stranger."""
+        """Admit a process that knows the secret; if it does not fit, refuse to start."""
         try:
             hello: Any = connections.receive(connection)[0]
         except connections.NoMessage:
             hello = None
-        except (EOFError, OSError):  # it died; perhaps it comes once more
+        except (EOFError, OSError):  # it died, and may connect again
             connection.close()
             return
         with self.changed:
@@ -166,17 +166,17 @@ class _Group:
             self.changed.notify()
 
     def leave_out(self, address: str) -> None:
-        """Count a stranger."""
+        """Count a connection from a stranger, who does not know the secret."""
         with self.changed:
             self._strangers += 1
 
     def is_complete(self) -> bool:
-        """Whether all have come, and none has died since."""
+        """Whether all processes have connected, and none of them has died since."""
         self._forget_the_dead()
         return len(self.hellos) == self.hellos[0]["count"]
 
     def _forget_the_dead(self) -> None:
-        """They may be started again, and come once more."""
+        """Remove processes that have disconnected; they may start and connect again."""
         for process in [k for k, member in self._members.items() if _has_left(member)]:
             self._members.pop(process).close()
             del self.hellos[process]
@@ -186,15 +186,15 @@ class _Group:
         count = self.hellos[0]["count"]
         absent = [process for process in range(count) if process not in self.hellos]
         strangers = self._strangers
-        left_out = f"; {strangers} connections of strangers were left out" if strangers else ""
+        left_out = f"; connections of strangers were rejected: {strangers}" if strangers else ""
         return (
             f"{name_all(absent, [])} of {count} did not connect within {timeout_s:g} s "
-            "(cluster.timeout_s); start all of them, and see that they can reach process 0"
+            "(cluster.timeout_s); start all of them, and check that they can reach process 0"
             f"{left_out}"
         )
 
     def answer(self) -> Json:
-        """Send all processes the list of hosts or the refusal; returns it."""
+        """Send the answer, which is the list of hosts or the refusal, to all; returns it."""
         ordered = [self.hellos[process] for process in sorted(self.hellos)]
         hosts = [hello["host"] for hello in ordered]
         refusal = self.refusal or difference([hello["facts"] for hello in ordered], hosts)
@@ -205,13 +205,13 @@ class _Group:
 
 
 def _tell(connection: Connection, answer: Json) -> None:
-    """Send the answer and close; it is short, so that the other side takes it at once."""
+    """Send the answer and close; it is short enough to be sent at once."""
     with connection, contextlib.suppress(OSError):  # one that waits for others finds out
         connections.send(connection, answer)
 
 
 def _has_left(connection: Connection) -> bool:
-    """Whether the other side has closed the connection, on which it has nothing more to send."""
+    """Whether the other side, which has nothing more to send, has closed the connection."""
     try:
         return connection.poll(0)
     except OSError:
@@ -231,13 +231,13 @@ def _misfit(hello: Any, address: str, hellos: dict[int, dict]) -> str | None:
         readable = False
     if not readable:
         return (
-            f"a process at {address} knows the secret of this run, but says nothing that process 0 "
-            f"({here}) can read; install the same decent_jax on all hosts"
+            f"a process at {address} knows the secret of this run, but process 0 ({here}) cannot "
+            "read its message; install the same decent_jax on all hosts"
         )
     if told != count:
         return (
-            f"process {process} ({host}) was told of {shown(told)} processes and process 0 "
-            f"({here}) of {count}"
+            f"process {process} ({host}) expects {shown(told)} processes and process 0 ({here}) "
+            f"{count}; start all of them with the same number"
         )
     if not 0 <= process < count:
         return (
@@ -274,7 +274,7 @@ def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -
         patience = timeout_s
         try:
             with socket.create_connection((host, port), timeout=_ANSWER_S) as link:
-                known = find_secret(folder, port)  # a new one if process 0 has started once more
+                known = find_secret(folder, port)  # a new one if process 0 was restarted
                 if known is not None:
                     with connections.prove(link, known) as connection:
                         return _exchange(connection, hello, began + timeout_s)
@@ -303,8 +303,8 @@ def _exchange(connection: Connection, hello: dict, end: float) -> Json:
     except (EOFError, OSError):
         pass
     raise ConfigError(
-        "process 0 went away, or waits for other processes longer than cluster.timeout_s; see what "
-        "it says itself"
+        "process 0 went away, or waits for other processes longer than cluster.timeout_s; see its "
+        "own message"
     )
 
 
@@ -313,10 +313,10 @@ def _exchange(connection: Connection, hello: dict, end: float) -> Json:
 
 @contextlib.contextmanager
 def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
-    """The secret as process 0 has it; in this context the others find it in ``folder``.
+    """The secret of process 0; within this context, the others find it in ``folder``.
 
     Raises:
-      ConfigError: the variable holds too short a one, or the folder cannot be written.
+      ConfigError: the secret in the variable is too short, or the folder cannot be written.
     """
     secret = _secret_of_launcher()
     if secret:
@@ -344,10 +344,10 @@ def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
 
 
 def find_secret(folder: Path, port: int) -> bytes | None:
-    """The secret as another process finds it; None: process 0 has not written it yet.
+    """The secret, for the other processes; None: process 0 has not written it yet.
 
     Raises:
-      ConfigError: the variable holds too short a one, or the file may not be read.
+      ConfigError: the secret in the variable is too short, or the file may not be read.
     """
     secret = _secret_of_launcher()
     if secret:
@@ -362,7 +362,7 @@ def find_secret(folder: Path, port: int) -> bytes | None:
 
 
 def secret_file(folder: Path, port: int) -> Path:
-    """Where the secret of the run whose process 0 listens at ``port`` is."""
+    """The file with the secret of the run whose process 0 listens at ``port``."""
     return folder / _SECRET_FILE.format(port=port)
 
 

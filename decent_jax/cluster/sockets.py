@@ -1,4 +1,4 @@
-"""The TCP connections of this process, and their network cards, as the Linux kernel knows them."""
+"""The TCP connections of this process and their network cards, as the Linux kernel reports them."""
 
 import contextlib
 import ipaddress
@@ -16,10 +16,10 @@ _ROUTE = "IHHII8BI"  # the heads of a message about one
 
 
 def connections() -> list[tuple[End, End]]:
-    """Own end and the other's of each connection that is established; none without Linux."""
+    """(own end, other end) of each established connection; empty where there is no Linux."""
     own = set()
     for descriptor in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # it has been closed, as that of this list
+        with contextlib.suppress(OSError):  # closed meanwhile, as is the one of this listing
             own.add(os.readlink(descriptor))
     pairs = []
     for table in ("tcp", "tcp6"):
@@ -32,7 +32,7 @@ def connections() -> list[tuple[End, End]]:
 
 
 def _end(text: str) -> End:
-    """Of hexadecimal digits, where an address is numbers in the byte order of the machine."""
+    """Parse an end, whose address is 32-bit hexadecimal numbers in the machine's byte order."""
     digits, _, port = text.partition(":")
     numbers = [int(digits[k : k + 8], 16) for k in range(0, len(digits), 8)]
     address = ipaddress.ip_address(struct.pack(f"{len(numbers)}I", *numbers))
@@ -40,10 +40,10 @@ def _end(text: str) -> End:
 
 
 def card(near: str, far: str) -> str:
-    """The network card by which the kernel sends from one address to another; "?": it has none.
+    """The network card on which the kernel sends from one address to another; "?": no route.
 
-    We ask the kernel, because the routing tables alone do not show the card where policy rules
-    choose between them.
+    We ask the kernel because the routing tables alone do not show the card if policy rules choose
+    between them.
     """
     family = socket.AF_INET6 if ":" in far else socket.AF_INET
     ends = [(_TO, socket.inet_pton(family, far)), (_FROM, socket.inet_pton(family, near))]
@@ -58,5 +58,5 @@ def card(near: str, far: str) -> str:
         length, what = struct.unpack_from("HH", answer, size)
         if what == _CARD:
             return socket.if_indextoname(*struct.unpack_from("I", answer, size + 4))
-        size += (length + 3) // 4 * 4  # they are padded
+        size += (length + 3) // 4 * 4  # attributes are padded
     return "?"

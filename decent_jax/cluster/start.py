@@ -1,4 +1,4 @@
-"""Start jax in one process or in many; the fields of a config about them."""
+"""Start jax in one process or in many, as the section ``cluster`` of a config says."""
 
 import collections
 import contextlib
@@ -33,19 +33,19 @@ class Cluster:
     num_processes: int = changeable(0, "number of processes", at_least=0)
     process_id: int = changeable(-1, "number of this process, from 0", at_least=-1)
     plan: str = changeable("", "plan file: order of devices, schedule, mix_every")
-    timeout_s: int = changeable(300, "seconds that start-up waits for all", at_least=1)
-    heartbeat_s: int = changeable(30, "seconds until a silent process is lost", at_least=1)
+    timeout_s: int = changeable(300, "seconds that start-up waits for all processes", at_least=1)
+    heartbeat_s: int = changeable(30, "seconds until a silent process counts as lost", at_least=1)
     exchange_s: int = changeable(600, "timeout of a message, in seconds", at_least=1)
 
 
-# Settings of jax under which the same seed and the same program give other numbers.
+# Settings of jax that change the results of the same program with the same seed.
 _ALIKE = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 _ALIKE += ("jax_default_matmul_precision",)
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError where the fields of ``cluster`` do not go together."""
+    """Raise ConfigError if the fields of ``cluster`` contradict each other."""
     own: Cluster = config.cluster
     count = own.num_processes
     index = range(count) if own.coordinator else (-1,)
@@ -65,15 +65,15 @@ def start(config: Any, folder: str | Path = ".") -> str:
     Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
     Kubernetes started this process together with others, or on a pod of Cloud TPUs. All of them
     first pass the start-up barrier (`rendezvous`), which checks that they run the same config and
-    versions; from then on they watch each other (`watch`). A launcher that is there but does not
-    work is an error. A second call in a process changes nothing.
+    versions; from then on they watch each other (`watch`). A launcher that is detected but cannot
+    be used is an error. A second call in a process changes nothing.
 
     Args:
-      config: of the run.
-      folder: one that all processes see, where they find their secret (`rendezvous`).
+      config: the run's config.
+      folder: a folder that all processes see, where they find their secret (`rendezvous`).
 
     Raises:
-      ConfigError: processes do not connect or do not match.
+      ConfigError: processes do not connect, or differ in config or versions.
       PeerLost: jax could not join the processes, although all had connected.
     """
     cluster = config.cluster
@@ -90,12 +90,12 @@ def start(config: Any, folder: str | Path = ".") -> str:
     if not cluster.coordinator:
         launchers.check_unread(place.count)
     if xla_bridge.backends_are_initialized():
-        why = "must be left out where the config file or the task has used jax, which joins no "
-        why += "other processes; let them use it in functions that are called later"
+        why = "must be left out if the config file or the task has used jax, which can then no "
+        why += "longer join other processes; use jax only in functions that are called later"
         raise ConfigError.about("cluster.coordinator", cluster.coordinator, why)
     _join(place, config, folder)
     addresses = watch.gather(_address_of(socket.gethostname()))
-    if jax.default_backend() == "cpu":  # gloo listens at the address of the host's name
+    if jax.default_backend() == "cpu":  # gloo listens at the address of the host name
         check_addresses(_hosts, addresses)
     how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
     return f"process {jax.process_index()} of {jax.process_count()} ({how})"
@@ -116,7 +116,7 @@ def _join(place: "_Place", config: Any, folder: str | Path) -> None:
             place.address, place.count, place.index, description, cluster.timeout_s, folder
         )
     jax.config.update("jax_enable_recoverability", True)  # for `watch`
-    jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM, and does nothing
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM
     try:
         jax.distributed.initialize(
             place.address,
@@ -140,23 +140,23 @@ class _Place(NamedTuple):
     address: str  # host:port of process 0
     count: int
     index: int
-    devices: Sequence[int] | None  # numbers of this host's devices that the process uses; None: all
+    devices: Sequence[int] | None  # numbers of the devices of this host to use; None: all
 
 
 def _place(cluster: Cluster, launcher: str | None) -> _Place:
-    """The place that the config names, or that jax reads off the launcher's variables."""
+    """The place from the config, or as jax detects it from the launcher's variables."""
     listed = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
     devices = [
         launchers.number_in("JAX_LOCAL_DEVICE_IDS", word) for word in listed.split(",") if listed
     ] or None
     if cluster.coordinator:
         return _Place(cluster.coordinator, cluster.num_processes, cluster.process_id, devices)
-    # `jax.distributed.initialize` detects the launcher only while it connects, and the start-up
-    # barrier needs the address before. When jax has a public way to ask, use it.
+    # `jax.distributed.initialize` detects the launcher only while it connects, but the start-up
+    # barrier needs the address earlier. When jax offers this publicly, use that.
     from jax._src.clusters import ClusterEnv, OmpiCluster
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as of a package for Kubernetes
+        with warnings.catch_warnings(action="ignore"):  # such as one about a Kubernetes package
             detected = ClusterEnv.auto_detect_unset_distributed_params(
                 *(os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None),
                 cluster.timeout_s,
@@ -178,7 +178,7 @@ def _place(cluster: Cluster, launcher: str | None) -> _Place:
         count = launchers.size_of(launcher) or count
         host = launchers.first_host(
             os.environ.get("SLURM_STEP_NODELIST", "")
-        )  # jax reads one bracket of it
+        )  # jax expands only one bracket
         if host and "JAX_COORDINATOR_ADDRESS" not in os.environ:
             address = f"{host}:{address.rpartition(':')[2]}"
     if index not in range(count):
@@ -194,10 +194,10 @@ def check_interface(wanted: str) -> None:
 
     Args:
       wanted: names separated by commas, each the beginning of a card's name (``eth``); after a
-        leading ``=`` they are exact, after ``^`` excluded.
+        leading ``=`` the names are exact, after a leading ``^`` such cards are excluded.
 
     Raises:
-      ConfigError: it has none. NCCL would fail only at the first exchange, and hang the others.
+      ConfigError: no card fits. NCCL would fail only at the first exchange, and others would hang.
     """
     cards = [name for _, name in socket.if_nameindex()]
     excluded, names = wanted.startswith("^"), wanted.removeprefix("^")
@@ -212,17 +212,17 @@ def check_interface(wanted: str) -> None:
 
 
 def check_addresses(hosts: Sequence[str], addresses: Sequence[str]) -> None:
-    """Raises ConfigError if one of several hosts resolves its own name to a loopback address.
+    """Raise ConfigError if one of several hosts resolves its own name to a loopback address.
 
     Args:
-      hosts: of each process.
-      addresses: to which each resolves the name of its host.
+      hosts: host name of each process.
+      addresses: the address to which each process resolves its host name.
     """
     for host, address in zip(hosts, addresses, strict=True):
         if len(set(hosts)) > 1 and address.startswith("127."):
             raise ConfigError(
-                f"on {host} its own name stands for {address}, where no other host reaches it; let "
-                f"/etc/hosts there give {host} the address that the others know"
+                f"{host} resolves its own name to {address}, where no other host can reach it; in "
+                f"/etc/hosts there, give {host} the address that the others know"
             )
 
 
@@ -233,12 +233,12 @@ def _address_of(host: str) -> str:
 
 
 def check_settings() -> None:
-    """Raises ConfigError where jax's own settings change what a step is."""
+    """Raise ConfigError if settings of jax change what a step computes, or prevent it."""
     wanted_as = {"jax_disable_jit": False, "jax_no_tracing": False}
     for name, usual in (wanted_as | {"jax_numpy_dtype_promotion": "standard"}).items():
         value = jax.config.values[name]
         if value != usual:
-            wanted = f"must be {str(usual).lower()}, as it is by default: the step is compiled so"
+            wanted = f"must be {str(usual).lower()}, the default: compiled steps rely on it"
             raise ConfigError.about(name.upper(), value, wanted)
     for way in ("", "_host_to_device", "_device_to_device", "_device_to_host"):
         name = f"jax_transfer_guard{way}"
@@ -248,7 +248,7 @@ def check_settings() -> None:
 
 
 def open_devices() -> None:
-    """Raises ConfigError where jax finds no device of the kind that the user wants."""
+    """Let jax open its devices; raises ConfigError if it finds none of the wanted kind."""
     try:
         jax.local_devices()
     except Exception as error:  # RuntimeError, or an assertion of jax
@@ -260,9 +260,9 @@ def open_devices() -> None:
 
 
 def limit_exchanges(seconds: int) -> None:
-    """Let an exchange between processes fail after ``seconds``; by default it never does on a GPU.
+    """Let an exchange between processes fail after ``seconds``; by default, it never does on GPUs.
 
-    XLA reads its flags when jax creates the first device. Flags that the user has set stay.
+    Call it before jax creates the first device, when XLA reads its flags. The user's flags stay.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
@@ -272,10 +272,10 @@ def limit_exchanges(seconds: int) -> None:
 
 
 def _threads_for_simulated_devices() -> None:
-    """Let the CPU devices wait for each other that the environment asks jax for.
+    """Let simulated CPU devices wait for each other, if the environment asks jax for several.
 
     Each device that waits in a collective holds a thread of a pool as large as the core count. With
-    fewer cores than devices, none would be left for the device they wait for.
+    fewer cores than devices, no thread would be left for the device that the others wait for.
     """
     flag = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     count = max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
@@ -286,10 +286,10 @@ def _threads_for_simulated_devices() -> None:
 def choose_devices(
     num_replicas: int, wanted: int, by_process: Sequence[Sequence[jax.Device]] | None = None
 ) -> list[jax.Device]:
-    """Devices for the replicas, in the order of processes, equally many from each.
+    """Devices for the replicas in the order of processes, equally many from each process.
 
     Args:
-      num_replicas: number of replicas (times the devices of one, where it is sharded).
+      num_replicas: number of replicas, times the devices per replica if they are sharded.
       wanted: number of devices; 0 takes the largest number that divides ``num_replicas``.
       by_process: the devices of each process; None: those of this program.
 
@@ -318,10 +318,10 @@ def choose_devices(
 def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
     """The devices in the order of the plan's replicas, one replica on each.
 
-    The plan's network calls a device ``host/k``, as `device_names` does.
+    The plan names a device ``host/k``, as `device_names` does.
 
     Raises:
-      ConfigError: the plan is for other devices, or for a different number of them.
+      ConfigError: the plan is for other devices, or for a different number of devices.
     """
     names = device_names(devices)
     try:
@@ -331,7 +331,7 @@ def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
 
 
 def device_names(devices: list[jax.Device]) -> list[str]:
-    """``host/k`` for every device, where k counts those of its host in the order given."""
+    """``host/k`` for every device, where k counts the host's devices in the given order."""
     names_of = hosts()
     seen = collections.Counter()
     names = []
@@ -358,13 +358,13 @@ def table(devices: list[jax.Device], block: int) -> str:
 
 
 def hosts() -> list[str]:
-    """The host name of every process; all processes must call it at the same point."""
+    """The host name of every process; all processes must call this at the same point."""
     if len(_hosts) == jax.process_count():
         return list(_hosts)
-    # The user's own program has joined them.
+    # The user's own program has connected jax.
     return [printable(name) for name in watch.gather(socket.gethostname())]
 
 
 def any_process(flag: bool) -> bool:
-    """Whether any process sets the flag; all processes must call it at the same point."""
+    """Whether any process passes True; all processes must call this at the same point."""
     return any(watch.gather(flag))

@@ -1,17 +1,17 @@
 """Keeps a run going when one of its processes or hosts is lost.
 
-On every host an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process is
-lost, the supervisor ends all of them at once and restarts all of them, the lost one on its own
-host or on a spare one; they resume from the in-memory checkpoints of their hosts
-(`decent_jax.checkpoints.in_memory`), else from the last checkpoint on disk. Without a spare
-host, the run continues on the remaining ones.
+On every host, an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process
+is lost, the supervisor ends all processes at once and restarts them, the lost one on its own host
+or on a spare one; they resume from the in-memory checkpoints of their hosts
+(`decent_jax.checkpoints.in_memory`), or else from the last checkpoint on disk. If no host can take
+the lost process, the run continues on the remaining hosts.
 
 A process is lost if a signal ended it, or if its agent has died or does not answer. The order in
 which exit codes arrive does not matter: a survivor may end before the supervisor notices the death
 of another process.
 
-However the supervisor ends, the kernel closes the pipes to its agents and thereby the standard
-input of their processes: each then stops as after SIGTERM, saving a checkpoint if there is time.
+However the supervisor ends, the kernel closes the pipes to its agents, which then ask their
+processes to stop as after SIGTERM, saving a checkpoint if there is time.
 """
 
 import contextlib
@@ -62,16 +62,16 @@ class Member:
 
 
 class AgentLink:
-    """The supervisor's end of an agent, which ends with this process.
+    """The supervisor's handle of an agent; the agent ends when this process does.
 
     Args:
       argv: the agent's command.
       environment: its variables.
 
     Attributes:
-      here: whether its host has started it.
-      ready: whether it can start a process.
-      reached: the last step that its process reported.
+      here: whether the host has started the agent.
+      ready: whether the agent can start a process.
+      reached: the last step that its process has reported.
     """
 
     def __init__(self, argv: list[str], environment: dict[str, str]):
@@ -93,14 +93,14 @@ class AgentLink:
 
         Args:
           program: a Python program and its arguments.
-          variables: of its environment, in addition to the agent's.
+          variables: environment variables, in addition to the agent's.
           log: file to which its output is appended; None: it shares the output of this process.
         """
         self._code = None
         self._tell("start", program, variables, None if log is None else str(log.absolute()))
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its children, if it still runs."""
+        """Send a signal to the process and its children, if the process still runs."""
         self._tell("signal", number)
 
     def poll(self) -> int | None:
@@ -122,7 +122,7 @@ class AgentLink:
         return self._popen.poll() is not None
 
     def close(self) -> None:
-        """Kill it, with its process."""
+        """Kill the agent and its process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         with self._popen:  # waits
@@ -157,7 +157,7 @@ class AgentLink:
 
 
 def died(code: int | None) -> bool:
-    """Whether the exit code means that the process was lost, not that it ended itself."""
+    """Whether the exit code means that the process was lost, not that it exited by itself."""
     ended = (0, _FAILED, _REFUSED, *_INTERRUPTED, *_OF_SURVIVORS)
     return code is not None and code not in ended
 
@@ -166,7 +166,7 @@ def verdict(codes: Sequence[int | None]) -> int | None:
     """The exit code of the run, or None if it should restart.
 
     Args:
-      codes: of all processes; None: it had to be killed.
+      codes: exit codes of all processes; None: the process had to be killed.
 
     >>> verdict([0, 0]), verdict([143, 143]), verdict([None, 2])
     (0, 143, 2)
@@ -185,12 +185,12 @@ class Supervisor:
 
     Args:
       members: hosts; a process runs on each of the first ``count``, the others are spare.
-      count: processes of the run.
-      connect: ``connect(member)`` starts an agent there and returns its `AgentLink`.
+      count: number of processes.
+      connect: ``connect(member)`` starts an agent on that host and returns its `AgentLink`.
       start: ``start(members, attempt)`` lets the agent of each member start its process.
       patience_s: seconds for the others to end after a failure, and for agents to become ready.
-      again: how often a process may die without progress and is still restarted.
-      say: gets sentences for the user.
+      again: how often a host's process is restarted if the run makes no progress in between.
+      say: called with sentences for the user.
       clock: has ``monotonic()`` and ``sleep(seconds)``.
     """
 
@@ -214,11 +214,11 @@ class Supervisor:
         self._reached, self._in_vain = -1, 0
 
     def stop(self, number: int) -> None:
-        """Forward a signal to all processes and do not restart them; for a signal handler."""
+        """Forward a signal to all processes, which are not restarted; for signal handlers."""
         self._signals.append(number)
 
     def run(self) -> int:
-        """The exit code: of the processes, 128 + a signal, or 1: gave up, or not all have saved."""
+        """Returns the exit code: the processes', 128 + a signal, or 1 (gave up, not all saved)."""
         try:
             for attempt in range(10**9):
                 self._find_active()
@@ -293,9 +293,9 @@ class Supervisor:
         return spare.pop(0) if spare and (late or not (agent.is_here() or begins)) else None
 
     def _wait(self) -> list[int | None]:
-        """The exit codes once all have ended; None for one that did not end in time.
+        """Wait for all processes; returns their exit codes, None for one that did not end in time.
 
-        If one was lost, the others are killed and count as survivors, whatever their code is.
+        If a process was lost, the others are killed and count as survivors, whatever their code is.
         """
         agents = [member.agent for member in self._active]
         deadline, ended, killed = math.inf, False, set()
@@ -377,9 +377,9 @@ def reached(step: int) -> None:
 
 
 def end_with_supervisor(heartbeat_s: float) -> None:
-    """End this process within ``heartbeat_s`` of its supervisor, if it has one.
+    """Let this process end within ``heartbeat_s`` after its supervisor, if it has one.
 
-    Half of that time is for a checkpoint. If only its agent has died, it ends at once.
+    It has half of that time for a checkpoint. If only its agent dies, it ends at once.
     """
     if os.environ.pop(VARIABLE, None):  # children of this process are not the supervisor's
         threading.Thread(target=_watch, args=(heartbeat_s,), daemon=True).start()

@@ -1,13 +1,13 @@
 """A process that loses another one names it and exits, instead of hanging in a collective.
 
-If another process has failed, it exits with the sentence and the exit code of that process.
+If the other process has failed, this one exits with its error message and exit code.
 
 jax's coordination service, in process 0, knows which processes are alive. By default it aborts all
 of them when one is lost; with ``jax_enable_recoverability`` it answers queries instead, so a thread
 of every process polls it. If a process is missing from the answer, the thread names it and ends its
 own process with exit code `PEER_LOST`, even if the main thread hangs in a collective. If process 0
 itself is lost, jax aborts the others (exit code 134) unless this thread is faster. The supervisor
-counts both as survivors.
+counts processes with either exit code as survivors.
 """
 
 import atexit
@@ -38,8 +38,8 @@ from decent_jax.ground.format import name_all, printable, shorten
 _TICK_S = 0.25  # between two queries
 _GRACE_S = 1.0  # until all processes know that another is lost, or that all leave
 _TOGETHER_S = 10  # for processes that fail for the same reason
-_ALIKE_S = 3  # for this process to fail as another one did, for the same reason
-_AT_THE_END_S = 7 * 24 * 3600  # for those that finish: the first one may test for hours meanwhile
+_ALIKE_S = 3  # for this process to fail for the same reason as another one
+_AT_THE_END_S = 7 * 24 * 3600  # for processes that finish while process 0 may test for hours
 _FAILED = "decent_jax/failed/"  # in jax's key-value store, followed by the number of a process
 _LONGEST = 600  # characters of another process's sentence
 _OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
@@ -50,7 +50,7 @@ _barriers, _gathered = itertools.count(), itertools.count()
 
 
 class _Watch(threading.Thread):
-    """Asks which processes are alive, and ends this one when one is not."""
+    """Asks which processes are alive, and ends this process when another is not."""
 
     def __init__(self, hosts: list[str], heartbeat_s: float):
         super().__init__(name="watch over peers", daemon=True)
@@ -58,10 +58,10 @@ class _Watch(threading.Thread):
         self.index: int = global_state.process_id
         self.client: Any = global_state.client
         self.leaving = threading.Event()
-        self.failures = 0  # of this process, that the others know of
+        self.failures = 0  # of this process, as published to the others
 
     def live(self) -> list[int]:
-        """The processes that are alive; waits until each of them asks, or is lost."""
+        """The processes that are alive; waits until each of them has asked, too, or is lost."""
         return list(self.client.get_live_nodes(range(len(self.hosts))))
 
     def run(self) -> None:
@@ -81,7 +81,7 @@ class _Watch(threading.Thread):
                 self.end([0], "its connection broke")
 
     def end(self, lost: list[int], why: str) -> None:
-        """End this process with a sentence about others that are lost."""
+        """End this process with a sentence that names the lost ones."""
         verb = "was" if len(lost) == 1 else "were"
         then = "the same command resumes from the last checkpoint"
         _say(f"{name_all(lost, self.hosts)} {verb} lost: {why}; {then}")
@@ -90,7 +90,7 @@ class _Watch(threading.Thread):
         exit_at_once(PEER_LOST)
 
     def tell(self, error: Exception) -> None:
-        """Tell the other processes that this one fails, with which code, and why."""
+        """Publish to the other processes that this one fails, its exit code, and why."""
         code, words = getattr(error, "code", None), (str(error).splitlines() or [""])[0]
         if code not in (1, 2):  # those of the package's errors
             code, words = 1, f"{type(error).__name__}: {words}"
@@ -100,7 +100,7 @@ class _Watch(threading.Thread):
             self.client.key_value_set(f"{_FAILED}{self.index}", told, allow_overwrite=True)
 
     def failed_elsewhere(self) -> tuple[int, int, str] | None:
-        """Who failed where this process did not, the exit code, and why; None: nobody."""
+        """(process, exit code, why) of a failure that this process does not share; None: none."""
         for key, told in self.client.key_value_dir_get(_FAILED):
             count, code, words = json.loads(told)
             if count > self.failures:
@@ -108,7 +108,7 @@ class _Watch(threading.Thread):
         return None
 
     def end_as_another(self) -> None:
-        """End this process as the one that failed does, unless it fails in the same way."""
+        """End this process like the one that failed, unless this one fails in the same way."""
         failure = self.failed_elsewhere()
         if failure is not None:
             process, code, words = failure
@@ -117,7 +117,7 @@ class _Watch(threading.Thread):
             exit_at_once(code)
 
     def leave_together(self, timeout_s: float) -> None:
-        """Wait until all processes leave, then disconnect; gives up where they do not."""
+        """Wait until all processes leave, then disconnect; gives up after ``timeout_s``."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.wait_at_barrier("decent_jax: all leave", round(1000 * timeout_s))
             self.leaving.set()
@@ -131,10 +131,10 @@ class _Watch(threading.Thread):
 
 
 def watch(hosts: list[str], heartbeat_s: float) -> None:
-    """Begin to watch, after `jax.distributed.initialize`.
+    """Start to watch the other processes, after `jax.distributed.initialize`.
 
     Args:
-      hosts: host name of every process, in their order.
+      hosts: host name of every process.
       heartbeat_s: seconds of silence after which jax considers a process lost.
     """
     global _watch
@@ -147,9 +147,9 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
 def barrier(timeout_s: float) -> None:
     """Wait until every process has called this equally often; a single process returns at once.
 
-    Call it between compiling a program that communicates and running it. gloo gives the slower
+    Call it after compiling a program that communicates, before running it. gloo gives the slower
     process 30 s to connect, and on resume process 0 may find its programs in jax's cache while the
-    others compile theirs for minutes. It uses jax's coordination service, no device.
+    others compile theirs for minutes. It uses jax's coordination service and no device.
 
     Args:
       timeout_s: seconds to wait for the others, ``cluster.exchange_s``.
@@ -173,9 +173,9 @@ def barrier(timeout_s: float) -> None:
 
 
 def gather(value: Value) -> list[Value]:
-    """A JSON value of every process; all call this equally often. A single process gets its own.
+    """The values of all processes, in order, sent as JSON; all must call this equally often.
 
-    No device takes part. A process that is lost meanwhile ends this one, see `watch`.
+    It uses no device. If a process is lost meanwhile, this one ends, see `watch`.
     """
     client = global_state.client
     if client is None:
@@ -188,13 +188,13 @@ def gather(value: Value) -> list[Value]:
 
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """In this context, a failed exchange ends this process with a sentence that names the lost one.
+    """In this context, a failed exchange ends this process with a sentence on who was lost.
 
-    A connection breaks at once, but which process broke it is known only after ``heartbeat_s``:
-    this one waits until the watch ends it. Another error of this process ends all others, too.
+    A connection breaks at once, but only after ``heartbeat_s`` is it known who broke it: until then
+    this process waits for the watch to end it. Any other error here ends all other processes, too.
 
     Raises:
-      PeerLost: an exchange failed, though all processes are alive.
+      PeerLost: an exchange failed although all processes are alive.
     """
     try:
         yield
@@ -212,7 +212,7 @@ def lost_peers_told() -> Iterator[None]:
 
 
 def concerns_an_exchange(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, comes from the communication between processes.
+    """Whether an error or one of its causes comes from communication between processes.
 
     XLA's errors carry their status code only as the first word of their message.
     """
@@ -226,10 +226,10 @@ def concerns_an_exchange(error: BaseException | None) -> bool:
 
 
 def leave(code: int) -> None:
-    """End a process that failed, if it is one of several; a single process returns.
+    """Exit after a failure, if this process is one of several; returns if it is the only one.
 
     Processes that fail for the same reason leave together, each with its own exit code. If the
-    others continue, this one does not wait for them, and they detect that it is lost.
+    others continue, this one does not wait for long, and they detect that it is lost.
     """
     if _watch is not None:
         _watch.leave_together(_TOGETHER_S)
@@ -243,7 +243,7 @@ def _say(words: str) -> None:
 
 
 def exit_at_once(code: int) -> None:
-    """Exit, and end the readers of data; what other threads do is left."""
+    """Kill the readers of data and exit, without waiting for other threads."""
     for child in multiprocessing.active_children():  # readers of data
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -2,11 +2,11 @@
 
     decent-jax export --workdir runs/quickstart --out model.safetensors
 
-A GPT-2 or Llama is named as in `transformers`, which loads it as ``model.safetensors`` with the
-``config.json`` written next to it. A translation Transformer becomes a Marian model there, or a
-Pegasus if its LayerNorms come first. A ResNet is named as in torchvision, with the batch-norm
-statistics of its evaluation; its ``config.json`` has the architecture, the classes, and the
-normalization of images.
+The arrays of a GPT-2 or Llama are named as in `transformers`, which loads ``model.safetensors``
+with the ``config.json`` written next to it. A translation Transformer becomes a Marian model there,
+or a Pegasus if its LayerNorms come first. The arrays of a ResNet are named as in torchvision and
+include the batch-norm statistics of its evaluation; its ``config.json`` has the architecture, the
+classes, and the normalization of images.
 """
 
 import re
@@ -25,7 +25,7 @@ _BESIDE += ("vocab.json", "merges.txt")
 
 @command("export")
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0, or 2 after one sentence on stderr."""
+    """Run the command; returns its exit code: 0, or 2 after one sentence on stderr."""
     parser = model_parser("export", __doc__)
     parser.add_argument("--out", required=True, metavar="FILE.safetensors")
     path = export(**vars(parser.parse_args(arguments)))
@@ -34,15 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
-    """Writes the model with its ``config.json``; returns its path.
+    """Write the model of a run and its ``config.json``; returns the path of the model.
 
     Args:
-      workdir: of the run.
+      workdir: the run directory.
       out: the .safetensors file to write.
       which: see `decent_jax.train.saved_model.load`.
 
     Raises:
-      ConfigError: it cannot be exported, or would replace a file not written by an export.
+      ConfigError: the model cannot be exported, or would replace a file that no export has written.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
@@ -63,10 +63,10 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Raises ConfigError if the export would replace a file not written by an export."""
+    """Raise ConfigError if the export would replace a file that no export has written."""
     check_replaceable(out, "--out", _EXPORTED)
-    again = out.exists() and out.stat().st_size > 0  # then the files next to it are also ours
+    again = out.exists() and out.stat().st_size > 0  # an export, which wrote the others, too
     for path in (out.with_name(name) for name in _BESIDE):
         if path.is_symlink() or (path.exists() and not again):
-            why = f"must be in a folder without a {path.name} that no export of it has written"
+            why = f"must be in another folder: no export has written the {path.name} there"
             raise ConfigError.about("--out", out, why)

@@ -18,7 +18,7 @@ from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shorten, shown
 from decent_jax.monitor import goodput_file
 
-# name: (module whose `main` it is, what it does).
+# name: (module with the command's `main`, what it does).
 COMMANDS = {
     "train": ("", "train a model on replicas that gossip"),
     "sample": ("commands.sample", "continue a prompt with a trained model"),
@@ -32,7 +32,7 @@ COMMANDS = {
     "planner": ("planner.__main__", "predict step times, recommend a schedule"),
     "peers": ("peers.__main__", "replay or resize a run of asynchronous peers"),
 }
-# These check for the extra "train" themselves; the others need only a config reader.
+# These check for missing extras themselves; all others need at least a config reader.
 OWN_NEEDS = ("status", "plot", "prepare", "planner")
 
 EXAMPLES = """\
@@ -52,7 +52,7 @@ field of a config with its meaning. The configs included in the package:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The console script; returns the exit code of the command, 2 if there is no such command."""
+    """Run a command; returns its exit code, or 2 if there is no such command."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def import_module(name: str) -> types.ModuleType:
-    """A module; ConfigError where jax refuses a variable of the environment as it is imported.
+    """Import a module; raises ConfigError if jax refuses an environment variable on import.
 
-    Ctrl-C ends the process at once. Python would ignore a KeyboardInterrupt where it comes while
-    the garbage collector calls jax, which is often as modules are imported.
+    Ctrl-C ends the process at once. Python would ignore a KeyboardInterrupt that arrives while the
+    garbage collector calls jax, which happens often during imports.
     """
 
     def leave_at_once(number, frame):
@@ -102,7 +102,7 @@ def import_module(name: str) -> types.ModuleType:
             signal.signal(signal.SIGINT, leave_at_once)
         return importlib.import_module(name)
     except ValueError as error:
-        raise ConfigError(f"a variable of the environment cannot be used: {error}") from None
+        raise ConfigError(f"an environment variable cannot be used: {error}") from None
     finally:
         if raises:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,7 +112,7 @@ def console() -> None:
     """The entry point of the installed ``decent-jax``."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that shows ASCII only
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that show only ASCII
     try:
         code = main()
         sys.stdout.flush()
@@ -123,10 +123,10 @@ def console() -> None:
 
 
 def train(argv: list[str], prog: str) -> int:
-    """Trains as the command line asks; ``prog`` prefixes its messages.
+    """Train as the command line ``argv`` says; ``prog`` prefixes the messages.
 
-    Returns 0: done; 1: failed; 2: never started; 75: another process was lost; 128 + signal:
-    interrupted.
+    Returns 0 when done, 1 if training failed, 2 if it never started, 75 if another process was
+    lost, and 128 + signal if it was interrupted.
     """
     open_streams()
     with sigterm_told(prog):
@@ -149,12 +149,12 @@ def _train(argv: list[str], prog: str) -> int:
     except (Foreseen, Unavailable) as error:
         said, code = str(error), error.code
     except OSError as error:  # a full disk, a removed folder
-        what = shorten(f"{type(error).__name__}: {error}", 200)  # not all name a file
+        what = shorten(f"{type(error).__name__}: {error}", 200)  # not all errors name a file
         said = f"{what}, with --workdir {workdir}; once fixed, the same command resumes"
         code = 1
     except KeyboardInterrupt:  # outside the loop, which saves before it exits
         said, code = "interrupted; the same command resumes", 130
-    except Exception as error:  # of a task or an optimizer of the user's, for instance
+    except Exception as error:  # in the user's task or optimizer, for instance
         said, code = unforeseen(error), 1
     else:
         return 0
@@ -186,7 +186,7 @@ def sigterm_told(prog: str) -> Iterator[None]:
         if signal.getsignal(signal.SIGTERM) is noted:
             signal.pthread_sigmask(how, {signal.SIGTERM})
 
-    def of_a_child():  # such as of a task's: its signals are not this process's
+    def of_a_child():  # such as a reader of data: its signals are its own
         if signal.getsignal(signal.SIGTERM) is noted:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -219,7 +219,7 @@ def sigterm_told(prog: str) -> Iterator[None]:
 def open_streams() -> None:
     """Redirect standard streams that a launcher has closed to the null device.
 
-    Otherwise `print` fails, and the next opened file receives what libraries write to the stream.
+    Otherwise, `print` fails, and the output of libraries ends up in the next file to be opened.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -229,7 +229,7 @@ def open_streams() -> None:
 def leave(code: int) -> None:
     """Exit, even if other processes of the run are gone and jax would wait for them.
 
-    After a signal, it does not wait for threads that still compile.
+    After a signal, this does not wait for threads that still compile.
     """
     if code and "decent_jax.cluster.watch" in sys.modules:  # otherwise nothing is watched
         from decent_jax.cluster import watch

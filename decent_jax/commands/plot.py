@@ -2,11 +2,11 @@
 
     decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean]
 
-One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With plotly
-(extra "page"), a self-contained HTML page is written next to the picture, RUN/report.html or
-comparison.html: curves with values on hover, results, a breakdown of the time, settings that
-differ. With --mean, runs that differ only in their seed become one line with a band, against steps,
-time and bytes sent, and there is no page.
+One run is drawn to RUN/curves.png, several runs to comparison.png in the current folder. If plotly
+is installed (extra "page"), the command also writes a self-contained HTML page next to the picture,
+RUN/report.html or comparison.html: curves with values on hover, results, a breakdown of the time,
+settings that differ. With --mean, runs that differ only in their seed become one line with a band,
+against steps, time and bytes sent, and there is no page.
 """
 
 import sys
@@ -19,7 +19,7 @@ from decent_jax.ground.run_folder import label_runs, load_run
 
 @command("plot")
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command; returns its exit code."""
     parser = Parser(prog="decent-jax plot", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         extras.need("page", "plotly")
     except extras.Unavailable as error:
-        print(f"decent-jax plot: the page is left out, since {error}", file=sys.stderr)
+        print(f"decent-jax plot: no page was written, since {error}", file=sys.stderr)
         return 0
     from decent_jax.plots import page
 

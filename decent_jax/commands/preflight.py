@@ -4,10 +4,10 @@
         decent-jax preflight --config configs/gpt2_openwebtext.py --save network.json
 
 Start it like train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or
-with --config.cluster.coordinator, num_processes and process_id. It checks that versions, config,
-and kind and number of devices are the same in all processes. Then it measures latency and bandwidth
-from every process to every other, between the first device of each, and saves them for
-`decent-jax planner ... --network network.json`.
+with --config.cluster.coordinator, num_processes and process_id. It checks that all processes have
+the same versions, the same config, and the same kind and number of devices. Then it measures the
+latency and bandwidth from the first device of every process to that of every other, and saves them
+for `decent-jax planner ... --network network.json`.
 
 For pipelines, start it once: it measures the links between the nodes of the Ray cluster in
 --config.pipeline.address ("auto" or HOST:PORT).
@@ -38,7 +38,7 @@ FLAGS = {
 
 @command("preflight")
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0: done; 2: processes disagree or a flag is wrong; 75: another process was lost."""
+    """Returns the exit code: 0, 2 if processes disagree or a flag is wrong, 75 if one was lost."""
     try:
         options, config = _parse(arguments)
         with watch.lost_peers_told():
@@ -57,7 +57,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
     options, rest = parser.parse_known_args(arguments)
     check_replaceable(options.save, "--save")
     if not Path(options.save).absolute().parent.is_dir():
-        raise ConfigError.about("--save", options.save, "must be in a folder that there is")
+        raise ConfigError.about("--save", options.save, "must be in an existing folder")
     if options.config:
         config = config_lib.parse(flags.override_all(flags.load(options.config), rest))
         config_lib.check_run(config)
@@ -107,7 +107,7 @@ def _report(
 def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: str) -> str:
     """Write the network for the planner; returns a line for the log.
 
-    The planner's links are symmetric; the slower direction counts.
+    The planner's links are symmetric, so each gets the numbers of its slower direction.
     """
     hosts = [name.rpartition("/")[0] for name in names]
     node = [list(dict.fromkeys(hosts)).index(host) for host in hosts]

@@ -1,7 +1,7 @@
 """Prepares data for training: `decent-jax prepare text|images|translation --help`.
 
-This module has what all kinds share: arguments, error messages, exit codes, Ctrl-C. Each kind has a
-module `decent_jax.data.KIND.prepare_KIND`, whose function `prepare` scripts can call.
+All kinds of data share the arguments, error messages, exit codes and Ctrl-C of this module. Each
+has a module `decent_jax.data.KIND.prepare_KIND`, with a function `prepare` that scripts may call.
 """
 
 import importlib
@@ -18,11 +18,11 @@ KINDS = ("text", "images", "translation")
 
 @command("prepare")
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
+    """Run the command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
         prog="decent-jax prepare",
-        description="Prepares data for training, once; `... KIND --help` lists a kind's arguments.",
+        description="Prepare data for training, once; `... KIND --help` lists a kind's arguments.",
     )
     parser.add_argument("kind", choices=KINDS)
     name = parser.parse_args(argv[:1]).kind
@@ -30,14 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     kind = importlib.import_module(f"decent_jax.data.{name}.prepare_{name}")
     args = vars(_parser(name, kind).parse_args(argv[1:]))
     inputs, out = args.pop("input"), args.pop("out")
-    # Schedulers send SIGTERM, a closed terminal SIGHUP (unless nohup ignores it): clean up as after
-    # Ctrl-C.
+    # Schedulers send SIGTERM, a closed terminal sends SIGHUP (unless nohup ignores it): clean up as
+    # after Ctrl-C.
     end, is_deaf = signal.default_int_handler, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     closed = signal.SIG_IGN if is_deaf else end
     with worker_pool.handled(signal.SIGTERM, end), worker_pool.handled(signal.SIGHUP, closed):
         try:
             manifest = kind.prepare(inputs, out, **args)
-        except OSError as error:  # of the output: a full disk, for instance
+        except OSError as error:  # while writing, such as a full disk
             raise ConfigError(f"{out}: {error.strerror or error}") from None
         except KeyboardInterrupt:
             print("decent-jax prepare: interrupted; nothing was written", file=sys.stderr)

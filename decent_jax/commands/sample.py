@@ -10,15 +10,15 @@ from decent_jax.train.saved_model import TrainedRun
 FLAGS = {
     "tokens": Field(200, "tokens to add", at_least=1, at_most=10**6),
     "samples": Field(1, "number of continuations", at_least=1, at_most=10**4),
-    "temperature": Field(0.8, "0 is greedy", at_least=0),
-    "top_k": Field(0, "sample from the k likeliest tokens; 0: all", at_least=0, at_most=2**24),
+    "temperature": Field(0.8, "divides the logits; 0 is greedy", at_least=0),
+    "top_k": Field(0, "sample from the k most likely tokens; 0: all", at_least=0, at_most=2**24),
     "seed": Field(0, "seed of the draws", at_least=0, at_most=2**63 - 1),
 }
 
 
 @command("sample")
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0, or 2 after one sentence on stderr."""
+    """Run the command; returns its exit code: 0, or 2 after one sentence on stderr."""
     parser = model_parser("sample", __doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     parser.add_fields(FLAGS)

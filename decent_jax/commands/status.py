@@ -3,7 +3,7 @@
     decent-jax status RUN [RUN ...] [--json]
 
 RUN is the --workdir of a run of any kind. The command only reads files, so it works on any host
-that can see the directory; `watch decent-jax status RUN` repeats it. See docs/status.md.
+that sees the directory; `watch decent-jax status RUN` repeats it. See docs/status.md.
 """
 
 import shutil
@@ -18,17 +18,17 @@ from decent_jax.ground.run_folder import SCORES
 from decent_jax.monitor import goodput_file, run_state
 from decent_jax.monitor.run_state import RunState
 
-_INCIDENTS = 4  # shown, the newest
-_ROWS = 16  # replicas shown, those with the largest loss
+_INCIDENTS = 4  # most incidents shown, the newest
+_ROWS = 16  # most replicas shown, those with the largest loss
 _FEWEST, _ALL = 4, 10**6  # rows of a table
-_SLOW = 1.5  # times as long as the fastest
-_LABEL = 11  # columns
+_SLOW = 1.5  # a slow process takes this many times as long as the fastest
+_LABEL = 11  # columns of a label
 _SENT = "comm/between_hosts_bytes"
 
 
 @command("status")
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command; returns its exit code."""
     parser = Parser(prog="decent-jax status", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
     parser.add_argument("--json", action="store_true", help="print one line of JSON per run")
@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
 def screen(state: RunState, width: int, height: int = 0) -> Iterator[str]:
     """The lines of one run, at most ``width`` columns wide.
 
-    Of peers, processes and replicas that do not fit into ``height`` lines, those that stand out
-    are shown: gone, slow, restarted, then those with the largest loss. 0: all are shown.
+    If there are more peers, processes and replicas than fit into ``height`` lines (0: no limit),
+    those that stand out are shown: gone, slow, restarted, then those with the largest loss.
     """
     lines, before, rest = [printable(str(state.path))], "", " " * _LABEL
     for label, words in _lines(state):
@@ -73,7 +73,7 @@ def _stands_out(name: str, row: dict[str, str]) -> tuple[bool, int, float]:
 
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
-    """(label, words) of each line for which the run has numbers."""
+    """(label, words) of each line about which the run has numbers."""
     yield from _progress_lines(state)
     yield from _loss_lines(state)
     yield from _speed_lines(state)
@@ -149,12 +149,12 @@ def _speed_lines(state: RunState) -> Iterator[tuple[str, str]]:
     known = {**state.summary, **state.start}
     sent, between = (known.get(f"bytes_{name}_per_step") for name in ("sent", "between_hosts"))
     if is_real(sent) and state.rows:
-        far = f", {format_bytes(between)} of a host's go to others" if between else ", one host"
+        far = f"; a host sends {format_bytes(between)} to others" if between else ", one host"
         words = f"{format_bytes(sent)} per step from a {'peer' if state.peers else 'replica'}"
         yield "messages", words + (far if is_real(between) else "")
     taken, exposed = _ms(recent("comm/message_s")), _ms(recent("comm/exposed_s"))
     if taken and exposed:
-        yield "messages", f"they take {taken} ms, {exposed} ms of it not behind the gradient"
+        yield "messages", f"they take {taken} ms, of which {exposed} ms are exposed"
 
 
 def _number(state: RunState, name: str, factor: float = 1.0) -> str:
@@ -170,7 +170,7 @@ def _ms(seconds: object) -> str:
 def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     """(kind, rows by name) of processes or workers, peers, and replicas; a row is words by column.
 
-    A process that computes longer than the others is slow; a waiting worker does not compute.
+    A process is slow if it computes for longer than the others; a worker's waiting does not count.
     """
     kind, computes, waits = "process", "comm/gradient_s", "comm/message_s"
     if state.start.get("stages"):

@@ -7,17 +7,17 @@
         train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
 
 It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
-process dies (of a signal, with its host, or silent for cluster.heartbeat_s), all processes end and
-restart within seconds, from the in-memory checkpoints of their hosts (recovery.every), else from
-the last checkpoint on disk. The lost process restarts on its own host or on a spare one; if neither
-answers, the run continues without it. Each replica then keeps its share: without one of four
-processes, num_replicas and batch_size become three quarters, and learning rate and steps stay. If
-the schedule does not allow the new number of replicas, one_peer_exp replaces it.
+process is lost (killed by a signal, lost with its host, or silent for cluster.heartbeat_s), all
+processes end and restart within seconds, from the in-memory checkpoints of their hosts
+(recovery.every) or else from disk. The lost process restarts on its own host or on a spare one; if
+neither answers, the run continues without it. Each replica then keeps its share of the batch:
+without one of four processes, num_replicas and batch_size shrink to three quarters; learning rate
+and steps stay. If the schedule does not allow the new number of replicas, one_peer_exp replaces it.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
-run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. However
-the supervisor itself ends, its processes end within cluster.heartbeat_s, after saving a checkpoint
-if there is time.
+run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. If the
+supervisor itself ends, its processes end within cluster.heartbeat_s, after saving a checkpoint if
+there is time.
 """
 
 import argparse
@@ -49,19 +49,19 @@ FLAGS = {
     "port": Field(9876, "port of process 0, with --hosts", at_least=1, at_most=2**16 - 101),
     "again": Field(
         3,
-        "starts of a process that dies without any progress of the run",
+        "how often a process is restarted while the run makes no progress",
         at_least=0,
         at_most=10**6,
     ),
 }
-# What every process needs, imported once per host.
+# Modules that every process needs, imported once per host.
 WARM = ("decent_jax.train.synchronous", "decent_jax.commands.main", "decent_jax.plots.runs")
 WARM += ("decent_jax.peers", "decent_jax.pipelines", "flax.linen", "grain")
 
 
 @command("supervise")
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code of the run, or 1 if too few processes are left."""
+    """Run the command; returns the exit code of the run, or 1 if it gave up."""
     extras.need_system("decent-jax supervise", "Linux")  # for pidfd_open
     options, program = _parse(sys.argv[1:] if arguments is None else arguments)
     fields, workdir = flags.parse(program[1:])
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     if members[0].argv and shutil.which(members[0].argv[0]) is None:
         raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
     fit(config, count, count)  # refused before the folder is created
-    if options.hosts is None:  # the data of other hosts may be there alone
+    if options.hosts is None:  # other hosts may have data that this one lacks
         config_lib.check_run(config)
     _make_logs(Path(workdir), count)
     secret = os.environ.get(rendezvous.SECRET) or secrets.token_hex(32)
@@ -111,7 +111,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _members(options: argparse.Namespace) -> tuple[list[Member], int]:
-    """The hosts, spare ones at the end, and how many of them start."""
+    """The hosts, with the spare ones at the end, and how many of them start a process."""
     if options.hosts is None:
         if options.spares is not None:
             raise ConfigError.about("--spares", options.spares, "must come with --hosts")
@@ -134,23 +134,23 @@ def _hosts(flag: str, listed: str, via: str) -> list[Member]:
     for entry in listed.split(","):
         name, _, address = entry.strip().partition("=")
         if not name:
-            raise ConfigError.about(flag, listed, "must be names between commas")
+            raise ConfigError.about(flag, listed, "must be names separated by commas")
         try:
             argv = shlex.split(via.format(host=name))
         except (ValueError, KeyError, IndexError, AttributeError):
             argv = []
         if not argv:
-            why = "must be a command in which {host} is the host"
+            why = "must be a command in which {host} stands for the host"
             raise ConfigError.about("--via", via, why)
         members.append(Member(name, address or name, argv))
     return members
 
 
 def fit(config: Config, before: int, after: int) -> dict[str, object]:
-    """Config fields that change when ``before`` processes become ``after``.
+    """The new values of config fields that change when ``before`` processes become ``after``.
 
     Raises:
-      ConfigError: replicas that cannot be spread evenly over the processes.
+      ConfigError: the replicas cannot be spread evenly over the processes.
     """
     if config.num_replicas % before:
         why = f"must be a multiple of the {before} processes"
@@ -179,7 +179,7 @@ def _log(workdir: Path, index: int) -> Path | None:
 
 
 def _make_logs(workdir: Path, count: int) -> None:
-    """Create the folder and the logs, so that any obstacle is reported before the start."""
+    """Create the folder and the logs, so that an obstacle is reported before the start."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         for log in filter(None, (_log(workdir, index) for index in range(count))):
@@ -189,7 +189,7 @@ def _make_logs(workdir: Path, count: int) -> None:
 
 
 def _connect(modules: list[str], member: Member) -> AgentLink:
-    """Start an agent on a host, which imports the modules."""
+    """Start an agent that imports the modules on a host."""
     command = [sys.executable, "-m", "decent_jax.cluster.agent", *modules]
     argv = [*member.argv, shlex.join(command)] if member.argv else command
     return AgentLink(argv, os.environ.copy())
@@ -205,7 +205,7 @@ def _start(
     members: list[Member],
     attempt: int,
 ) -> None:
-    """Start a process on each member; initially there were ``first`` members."""
+    """Start a process on each member; the run began with ``first`` members."""
     changes = fit(config, first, len(members))
     port = free_port() if options.hosts is None else options.port + attempt % 100
     command = [*program, *(f"--config.{name}={value}" for name, value in changes.items())]

@@ -22,7 +22,7 @@ _AT_A_TIME = 512  # sentences, which the task sorts by length
 
 @command("translate")
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0, or 2 after one sentence on stderr."""
+    """Run the command; returns its exit code: 0, or 2 after one sentence on stderr."""
     parser = model_parser("translate", __doc__)
     parser.add_argument("--input", metavar="FILE", help="UTF-8 text (default: standard input)")
     parser.add_argument("--beam", type=int, default=4, help="beams; 1 is greedy (default: 4)")
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """The lines without line ends; ConfigError for one that is not UTF-8 or too long."""
+    """The lines without line ends; raises ConfigError at one that is not UTF-8 or too long."""
     number = 0
     while line := file.readline(_LONGEST + 1):
         number += 1

@@ -180,8 +180,8 @@ def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monke
         writer.write(16, first)
     found, table = lines(folder)
     sent = f"{format_bytes(tiny.summary(folder)['bytes_sent_per_step'])} per step from a replica"
-    assert found["messages"].startswith(f"{sent}, {format_bytes(3000)} of a host's go to others")
-    assert "250 ms, 150 ms of it" in found["messages"]
+    assert found["messages"].startswith(f"{sent}; a host sends {format_bytes(3000)} to others")
+    assert "250 ms, of which 150 ms" in found["messages"]
     rows = [row.split() for row in table[1:3]]
     assert [row[0] for row in rows] == ["0", "1"] and rows[1][1] == "(slow)"
     assert [row[-4:-1] for row in rows] == [["100", "250", "0.00200"], ["400", "250", "0.00200"]]
