@@ -1,6 +1,6 @@
 """Handles of Ray actors: start them, call them, and find out how they ended.
 
-An `Unanswered` reports how an actor ended; errors of Ray do not leave this module.
+An `Unanswered` reports how an actor ended; Ray's own errors do not leave this module.
 """
 
 import os
@@ -25,19 +25,19 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Unanswered(Exception):
-    """A call of an actor has no result; the message is the end of a sentence about the actor."""
+    """A call has no result; the message completes a sentence that begins with the actor's name."""
 
 
 class Silent(Unanswered):
-    """No answer in time, or the actor is unreachable at the moment; it may still answer."""
+    """The actor has not answered in time or cannot be reached; it may still answer."""
 
 
 class Lost(Unanswered):
     """The actor is gone, or the call has failed.
 
     Attributes:
-      killed: whether its process is gone.
-      cause: the error of the method that has failed.
+      killed: whether the actor's process is gone.
+      cause: the error that the method raised, or Ray's if the process is gone.
     """
 
     def __init__(self, cause: Exception, killed: bool):
@@ -63,8 +63,8 @@ class Call:
         """The result of the method.
 
         Raises:
-          Silent: it has not returned within ``seconds``.
-          Lost: it never will.
+          Silent: the method has not returned within ``seconds``.
+          Lost: the method has failed, or the actor is gone.
         """
         try:
             return ray.get(self.reference, timeout=seconds)
@@ -76,17 +76,17 @@ class Call:
 
 
 class Actor:
-    """A handle of an actor."""
+    """A handle with which to call or kill an actor."""
 
     def __init__(self, handle: Any):
         self._handle = handle
 
     def call(self, method: str, *args: object) -> Call:
-        """Start a call of a method; the result may be ignored."""
+        """Start a call of a method; you need not ask for its result."""
         return Call(getattr(self._handle, method).remote(*args))
 
     def kill(self) -> None:
-        """Kill its process."""
+        """Kill the actor's process."""
         ray.kill(self._handle)
 
 
@@ -109,12 +109,12 @@ class Actors:
 
         Args:
           log: file for its console output, see `decent_jax.actors.ray_cluster.enter`.
-          sigterm: its method to call on SIGTERM; empty: it ends.
+          sigterm: name of its method to call on SIGTERM; empty: it ends.
           on: its node; None: Ray spreads actors over all nodes.
-          cpus: reserved by Ray.
-          gpus: reserved by Ray; it sees no others.
-          memory: reserved by Ray, in bytes.
-          threads: in which Ray calls its methods.
+          cpus: cores that Ray reserves for it.
+          gpus: GPUs that Ray reserves for it; it sees no others.
+          memory: bytes that Ray reserves for it.
+          threads: number of threads in which Ray calls its methods.
         """
         remote: Any = ray.remote(_in_process(kind, log, sigterm) if log else kind)
         where = NodeAffinitySchedulingStrategy(on.id, soft=False) if on else "SPREAD"
@@ -127,18 +127,18 @@ class Actors:
         """Wait until ``count`` of the calls have succeeded or failed; returns their keys.
 
         Args:
-          seconds: to wait at most.
+          seconds: how long to wait at most.
         """
         if not calls:
             return []
         references = {call.reference: key for key, call in calls.items()}
         ray.wait(list(references), num_returns=count, timeout=seconds)
-        # It returns at most ``count``, but more may have ended.
+        # `ray.wait` returns at most ``count``, but more may have ended.
         done, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
         return [references[reference] for reference in done]
 
     def nodes(self) -> list[Node]:
-        """The machines of the cluster, by their names."""
+        """The machines of the cluster that are alive, ordered by name."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [(node.get("NodeName"), node["NodeManagerHostname"]) for node in nodes]
         pairs = zip(nodes, names, strict=True)

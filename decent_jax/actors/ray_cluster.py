@@ -30,18 +30,18 @@ def prepare(address: str) -> None:
     """Set what Ray reads from the environment when it is first imported.
 
     A Ray that we start accepts only clients that know its token, which is drawn here and written to
-    no file. The token of a Ray at an address is the user's; Ray finds it itself.
+    no file. For a Ray at an address, the user has set a token, which Ray itself finds.
 
     Args:
-      address: of the Ray cluster; empty: it will be started on this machine.
+      address: address of the Ray cluster; empty: Ray will be started on this machine.
 
     Raises:
       Unavailable: Ray is not installed.
     """
     extras.need("peers", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers are 15 nicer than we
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the default is 15
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few if it is busy
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # `train.py` says itself which actor has died.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
@@ -58,17 +58,17 @@ def prepare(address: str) -> None:
 def running(
     config: object, section: str, needs: Sequence[float] = (), store: int = 0
 ) -> Iterator[None]:
-    """Ray at the address that a section of the config names; empty: started on this machine.
+    """A context in which Ray is connected, at the section's address or else on this machine.
 
     Args:
-      config: of the run.
+      config: the run's config.
       section: "peers" or "pipeline".
       needs: see `check_memory`.
-      store: bytes of their objects.
+      store: bytes of the objects that the actors pass through Ray.
 
     Raises:
-      ConfigError: no Ray answers there, or it has no room for the actors; or this process has
-        imported Ray before `prepare`, without authentication.
+      ConfigError: no Ray answers at the address, or it has no room for the actors; or this process
+        has imported Ray before `prepare`, without authentication.
       Interrupted: SIGTERM arrived while Ray started.
     """
     import ray  # after `prepare`
@@ -105,12 +105,12 @@ def running(
 
 
 def check_memory(needs: Sequence[float], section: str, there: float | None = None) -> None:
-    """Refuse actors that together need more memory than this machine has.
+    """Refuse actors that together need more memory than there is.
 
     Args:
       needs: bytes of the arrays of each actor.
       section: "peers" or "pipeline".
-      there: bytes that Ray has on all machines; None: this machine.
+      there: bytes that Ray has on all machines; None: the memory of this machine.
     """
     count, needed = len(needs), sum(needs) + len(needs) * _ACTOR
     what = f"{count} {section} actors, {_ACTOR / 1e6:g} MB each and more,"
@@ -118,12 +118,12 @@ def check_memory(needs: Sequence[float], section: str, there: float | None = Non
 
 
 def reserved(config: object, section: str, need: float) -> float:
-    """Bytes that Ray reserves for an actor with this need; a Ray of our own reserves none."""
+    """Bytes to reserve for an actor that needs ``need``; on a Ray that we start, none."""
     return need + _ACTOR if getattr(config, section).address else 0.0
 
 
 def check_address(config: object, section: str) -> None:
-    """Refuse an address at which no Ray listens; Ray itself tries for minutes."""
+    """Refuse an address at which no Ray listens; Ray itself would try for minutes."""
     name, address = f"{section}.address", getattr(config, section).address
     if address in ("", "auto"):
         return
@@ -147,8 +147,8 @@ def check_resources(
     """Refuse more actors than Ray has room for.
 
     Args:
-      needs: see `check_memory`; Ray reserves it on a cluster.
-      there: what Ray has, by its names.
+      needs: see `check_memory`; on a cluster, Ray reserves this memory.
+      there: the resources that Ray has, by Ray's names.
     """
     count = len(needs)
     if getattr(config, section).address:
@@ -166,8 +166,8 @@ def check_resources(
 def enter(log: Path, launched_from: str) -> None:
     """Prepare an actor's process for this run; it and its libraries print to the file ``log``.
 
-    A relative path in the config then names the same file as in `train.py`, unless this machine
-    lacks the folder in which `train.py` was started.
+    Relative paths in the config then name the same files as in `train.py`, unless this machine
+    lacks ``launched_from``, the folder in which `train.py` was started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -179,7 +179,7 @@ def enter(log: Path, launched_from: str) -> None:
 
 
 def leave_launcher() -> None:
-    """Forget that SLURM or another launcher started this process with others: Ray joins them."""
+    """Forget that a launcher such as SLURM started this process with others: Ray joins them."""
     for variable in launchers.VARIABLES:
         os.environ.pop(variable, None)
 

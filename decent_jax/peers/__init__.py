@@ -18,12 +18,12 @@ FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
 
 @dataclass(frozen=True)
 class Peers:
-    """Numbers of a run of peers."""
+    """Settings of a run of peers."""
 
     address: str = changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine')
     count: int = changeable(
         0,
-        "peers that train; 0: num_replicas, which fixes a peer's batch",
+        "peers that train; 0: num_replicas; a peer's batch is batch_size / num_replicas",
         at_least=0,
         at_most=2**16,
     )
@@ -42,11 +42,11 @@ class Peers:
     silent_s: float = changeable(
         5.0, "seconds without a report after which a peer is no longer asked", at_least=0.5
     )
-    start_s: float = changeable(300.0, "seconds within which the first peer must train", above=0)
+    start_s: float = changeable(300.0, "seconds until the first peer must train", above=0)
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two reports of a peer: many may be late before it counts as silent."""
+        """Seconds between two reports of a peer; it counts as silent only after many are late."""
         return self.silent_s / 25
 
     @property
@@ -62,13 +62,13 @@ SECTIONS = {"peers": Peers}
 
 
 class Config(settings.Config):
-    """Of a run of peers."""
+    """The config of a run of peers."""
 
     peers: Peers
 
 
 def check(config: Config) -> None:
-    """Check all that can be checked before anything starts; see `peer_run.check`."""
+    """Make all checks that are possible before anything starts; see `peer_run.check`."""
     from decent_jax.peers import peer_run
 
     peer_run.check(config)

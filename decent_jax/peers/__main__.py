@@ -13,7 +13,7 @@ from decent_jax.peers.replay import replay
 
 @command("peers")
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status: 1 where a replay differs, 2 for a mistake."""
+    """Run the command; returns its exit code: 0, 1 if a replay differs, 2 for wrong input."""
     parser = Parser(
         "decent-jax peers",
         description="Manage a run of peers.",
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="replay|resize", required=True)
     for name, words in (
-        ("replay", "repeat a run of peers from their event logs and compare every bit"),
+        ("replay", "repeat a run of peers from its event logs and compare every bit"),
         ("resize", "change the number of peers of a running or interrupted run"),
     ):
         own = commands.add_parser(name, help=words, description=f"{words.capitalize()}.")
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     resize(Path(options.workdir), options.count)
     print(
         f"{options.workdir} will have {shown(options.count)} peers: its train.py follows "
-        "within seconds, or when the run is resumed, and reports who joins and who leaves"
+        "within seconds, or when the run is resumed, and reports which peers join or leave"
     )
     return 0
 

@@ -44,9 +44,9 @@ _SAVE_S = 2.0
 
 
 def run(config: Config, workdir: str | Path) -> Json:
-    """Train with peers as configured, in ``workdir``; resume the run that is there.
+    """Train with peers in ``workdir``, or resume the run that is already there.
 
-    Returns, raises: as `decent_jax.train.run`.
+    Returns and raises the same as `decent_jax.train.run`.
     """
     check_address(config, "peers")
     before = peer_run.read_manifest(Path(workdir), config)
@@ -67,7 +67,7 @@ def compile_step(config: Config, experiment: Experiment, work: Workdir) -> None:
     """Compile a peer's step, which the peers of this machine then find in jax's cache.
 
     Raises:
-      ConfigError: it takes longer than ``peers.start_s``.
+      ConfigError: compiling takes longer than ``peers.start_s``.
     """
     peer = peer_run.of_peer(experiment, config, 0, config.num_replicas)
     clock, state = Clock(), init(peer)
@@ -100,8 +100,8 @@ class Aggregate:
     """Metrics and consensus model from the reports and snapshots of all peers.
 
     Args:
-      config: of the run.
-      experiment: of one replica, on this process's devices.
+      config: the run's config.
+      experiment: the run of one replica, on this process's devices.
     """
 
     def __init__(self, config: Config, experiment: Experiment):
@@ -116,7 +116,7 @@ class Aggregate:
         self._losses: dict[tuple[int, int], tuple[float, int]] = {}  # of each peer, at the last row
 
     def message_bytes(self) -> int:
-        """Bytes of a snapshot as peers send it."""
+        """Bytes of one snapshot in the format in which peers send it."""
         snapshot = averaged(self._experiment.task.mixes_state, self.template)
         return message_bytes(self._config.peers.codec, snapshot)
 
@@ -127,7 +127,7 @@ class Aggregate:
     def row(
         self, peers: Collection[Json], step: int, steps: int, seconds: float
     ) -> dict[str, float]:
-        """The row of ``step``, ``steps`` steps and ``seconds`` after the last row.
+        """The row of ``step``; the last row was ``steps`` steps and ``seconds`` ago.
 
         As in any other run, ``train/loss`` is the mean over the steps since the last row.
 
@@ -148,7 +148,7 @@ class Aggregate:
         means = means or [np.nan]
         squares = [peer["distance"] ** 2 for peer in peers if peer.get("distance")]
         n = max(len(peers), 1)
-        # For two random peers: E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2
+        # For two random peers, E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2.
         spread = float(np.sqrt(np.mean(squares) * (n - 1) / (2 * n))) if squares else 0.0
         examples = steps * config.batch_size
         return {
@@ -169,7 +169,7 @@ class Aggregate:
         }
 
     def state(self, snapshots: list[Arrays]) -> TrainState | None:
-        """The peers' snapshots, stacked (m, ...); None without any."""
+        """The peers' snapshots as a stacked state, (m, ...); None if there are none."""
         if not snapshots:
             return None
         template, mixes = self.template, self._experiment.task.mixes_state
@@ -202,13 +202,13 @@ class Driver:
     """One session of a run.
 
     Args:
-      config: of the run.
-      experiment: of one replica, on this process's devices.
+      config: the run's config.
+      experiment: the run of one replica, on this process's devices.
       work: the run directory.
-      before: the manifest of the earlier sessions.
+      before: the manifest that earlier sessions have left.
       actors: starts the peers.
-      host: IP address of this process.
-      need: bytes of the arrays of a peer.
+      host: IP address at which this process listens.
+      need: bytes that the arrays of one peer take.
     """
 
     def __init__(
@@ -246,13 +246,13 @@ class Driver:
         self.began = time.monotonic()
 
     def run(self) -> Json:
-        """Start the peers and watch them until they end."""
+        """Start the peers and watch them until they end; returns the summary."""
         work, steps = self.work, self.experiment.steps
         work.record.write_config()
         sent = {"bytes_sent_per_step": self.aggregate.sent_per_step()}
         work.record.write_start(steps, self.experiment.task.unit, (), sent)
         if self.start:
-            work.console.say(f"resuming after step {self.start} of all peers together")
+            work.console.say(f"resuming after step {self.start} of common progress")
         work.console.say(_describe(self.config, self.aggregate))
         peers = self.peers
         listener, address = connections.listen(self.host, peers.secret, peers.membership.serve)
@@ -293,7 +293,7 @@ class Driver:
                 if time.monotonic() > ends:
                     raise TrainingFailed(
                         f"no peer has begun to train within peers.start_s ({seconds:g} s); "
-                        f"increase it if they still compile: see {logs}"
+                        f"increase it if peers still compile: see {logs}"
                     )
 
     def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
@@ -349,7 +349,7 @@ class Driver:
             raise Interrupted(words, signals.received)
 
     def _evaluate(self, actors: list[Actor], step: int, writer: MetricWriter) -> PyTree:
-        """Evaluate, save and return the consensus of these peers' snapshots, if there are any."""
+        """Evaluate and save the consensus model of these peers; returns their stacked state."""
         state = self.aggregate.state(self.peers.snapshots(actors))
         if state is not None:
             with self.work.console.announce("evaluating the consensus model", once=True):

@@ -5,8 +5,8 @@
 | line | meaning |
 |---|---|
 | ``{"start": t, "origin": ...}`` | first step; origin: None (seed) or ``{"peer", "t", "when"}`` |
-| ``{"t": t, "rate": p}`` | step t was made with the learning rate of common progress p |
-| ``{"t": t, "average": ..., "mine": v, ...}`` | before step t this pull was applied |
+| ``{"t": t, "rate": p}`` | step t was made with the learning rate at common progress p |
+| ``{"t": t, "average": ..., "mine": v, ...}`` | before step t, this average's pull was applied |
 | ``{"t": t, "version": v, "crc": c}`` | then, before step t, this snapshot was published |
 | ``{"end": t, "crc": c}`` | the parameters after the last step |
 
@@ -37,7 +37,7 @@ _KINDS = (_PULL, _VERSION, {"t": int, "rate": int}, {"end": int, "crc": int})  #
 
 
 class EventLog:
-    """Writes the log of one generation; thread-safe."""
+    """Writes the event log of one generation; thread-safe."""
 
     def __init__(self, folder: Path, generation: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,25 +52,25 @@ class EventLog:
                 self._file.flush()
 
     def average(self, t: int, average: PairwiseAverage) -> None:
-        """An average whose pull is applied before step t."""
+        """Log an average whose pull is applied before step t."""
         theirs = average.theirs
         names = {"average": theirs.name, "with": theirs.peer, "mine": average.mine.version}
         self.write(t=t, **names, theirs=theirs.version, sides=average.sides)
 
     def end(self, t: int, crc: int) -> None:
-        """The parameters after the last step, ``t - 1``."""
+        """Log the checksum of the parameters after the last step, ``t - 1``; close the log."""
         self.write(end=t, crc=crc)
         with self._lock:
             self._file.close()
 
 
 def path(folder: Path, generation: int) -> Path:
-    """The file of a generation."""
+    """The path of a generation's event log."""
     return folder / f"events-{generation}.jsonl"
 
 
 def generations(folder: Path) -> list[int]:
-    """The generations of a rank, in order."""
+    """The generations that have an event log in a rank's folder, in order."""
     numbers = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl") if p.is_file())
     return sorted(int(number) for number in numbers if number.isdecimal())
 
@@ -83,7 +83,7 @@ def has_step(file: Path, t: int) -> bool:
 
 
 def read(file: Path) -> Iterator[Json]:
-    """The lines, in order; a last line that a kill cut short is skipped.
+    """The events in order, without a last line that a kill cut short.
 
     Raises:
       RunError: a line is not an event; the message names it.

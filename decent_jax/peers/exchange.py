@@ -1,7 +1,7 @@
 """Exchange of the messages of `decent_jax.peers.protocol` over a connection.
 
-If it breaks, or ``peers.exchange_s`` have passed, the average ends on that side. A peer that joins
-requests a state over such a connection, too.
+If the connection breaks or ``peers.exchange_s`` pass, the average ends on that side. A peer that
+joins also requests a state over such a connection.
 """
 
 import math
@@ -27,10 +27,10 @@ class Asker:
     """Asks other peers for pairwise averages, one at a time.
 
     Args:
-      averager: of this peer.
-      secret: of the run.
+      averager: this peer's averager.
+      secret: shared by the peers of the run.
       peers: section of the config.
-      clock: seconds.
+      clock: a clock, in seconds.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Asker:
         return self._averager.receive(Offer(*reply), Message(list(parts), side))
 
     def _close(self, name: str, connection: Connection, seconds: float) -> bool:
-        """Add the pull if the partner adds its own; whether it has answered."""
+        """Apply the pull if the partner does; returns whether the partner has answered."""
         accepted: bool | None = None
         try:
             if connection.poll(max(seconds, 0.0)):
@@ -126,7 +126,7 @@ class Asker:
         self._avoided[name] = self._clock() + self._peers.silent_s
         if name in self._open:
             self._open.pop(name).close()
-        why = f"took over peers.exchange_s ({seconds:g} s)" if late else "does not answer"
+        why = f"took longer than peers.exchange_s ({seconds:g} s)" if late else "does not answer"
         say(f"peer {name} {why}; asking other peers")
 
 
@@ -134,10 +134,10 @@ class Answerer:
     """Answers the requests of other peers; `serve` runs in one thread per connection.
 
     Args:
-      averager: of this peer.
+      averager: this peer's averager.
       exchange_s: seconds that an average may take.
-      may_average: whether this peer takes part in averages now.
-      state: its state at the next step boundary, or None if it has none yet.
+      may_average: returns whether this peer takes part in averages now.
+      state: returns its state at the next step boundary, or None if it has none yet.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Answerer:
         self._may_average, self._state = may_average, state
 
     def serve(self, connection: Connection) -> None:
-        """Answer one request after the other, until the other side disconnects."""
+        """Answer requests one after the other, until the other peer disconnects."""
         while True:
             (kind, *offer), _ = connections.receive(connection)
             if kind == _STATE:
@@ -188,10 +188,10 @@ class Answerer:
 
 
 def ask_state(address: Address, secret: bytes, seconds: float) -> JoinState | None:
-    """The state of a peer at its next step boundary; None: it has none yet.
+    """The state of another peer at its next step boundary; None: it has none yet.
 
     Raises:
-      OSError, EOFError, AuthenticationError: it does not answer within ``seconds``.
+      OSError, EOFError, AuthenticationError: the peer does not answer within ``seconds``.
     """
     with (
         connections.connect(address, secret, seconds) as connection,

@@ -1,7 +1,7 @@
 """Membership: which peers are alive, and the progress of each and of all together.
 
-It lives in the process of `train.py`; peers call it over a connection. Without that process there
-are no peers either.
+The membership lives in the process of `train.py`, without which there are no peers either; peers
+call it over a connection.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _ENDS = {
 
 @dataclasses.dataclass
 class _Entry:
-    """A rank, and the peer that has it or had it last."""
+    """A rank, and its present or last peer."""
 
     generation: int
     steps: int  # of this rank, over all generations
@@ -41,7 +41,7 @@ class _Entry:
     alive: bool = False
     admitted: bool = False
     address: Address = ("", 0)  # where it listens
-    # When it was added, admitted, or reported last: the time, and the steps of all other ranks.
+    # When it was added or admitted or last reported: the time, and the steps of all other ranks.
     seen: tuple[float, int] = (-math.inf, 0)
     report: Json = dataclasses.field(default_factory=dict)  # empty: it does not train yet
 
@@ -49,15 +49,15 @@ class _Entry:
 class Membership:
     """Which peers are alive, which may train, and their progress.
 
-    A peer averages with members only. It becomes one when it is admitted and reports, so nobody
-    uses parameters of a peer that has not taken part in the run's progress: `admits` has the rule
-    for those that begin, `beat` the rule for those that return. Thread-safe; nothing waits.
+    Peers average only with members, so that nobody uses parameters that lack the run's progress. A
+    peer becomes a member once it is admitted and reports: `admits` has the rule for peers that
+    begin, `beat` the rule for peers that return. Thread-safe; no method waits.
 
     Args:
       peers: section of the config.
       num_replicas: steps of peers per step of common progress.
       known: {rank: steps} before this session.
-      clock: seconds.
+      clock: a clock, in seconds.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Membership:
     def admits(self, rank: int, generation: int, donor: str | None) -> bool:
         """Whether a peer may train with the state that it took from ``donor``; None: with its own.
 
-        Its own state must be fresh, unless no other peer trains whose state it could take. A donor
-        must be a member, because a peer that was silent may have sent an outdated state.
+        Its own state must be fresh, unless no other peer trains and could give it one. A donor must
+        be a member, because a silent peer may have sent an outdated state.
         """
         with self._lock:
             entry = self._present(rank, generation)
@@ -101,11 +101,11 @@ class Membership:
     def beat(
         self, rank: int, generation: int, address: Address, report: Json
     ) -> tuple[int, Members] | str:
-        """Take a peer's report; the steps of all ranks and `members`, or how the peer must end.
+        """Take a peer's report; returns all steps and `members`, or how the peer must end.
 
         A peer must end with "stop" if it was removed, and with "lag" if it was silent while the
-        others made more than ``peers.max_lag`` steps of progress. If only `train.py` could not be
-        reached, the peer made steps and averaged with others meanwhile: then it has kept up. A
+        others made more than ``peers.max_lag`` steps of progress, unless it has kept up: if only
+        `train.py` was out of reach, the peer made steps and averaged with others meanwhile. A
         suspended peer made no steps, and a disconnected one averaged with nobody.
         """
         with self._lock:
@@ -137,7 +137,7 @@ class Membership:
 
         Args:
           fresh: steps of common progress that others may make until the peer's own state counts as
-            outdated; None: it has no state and must take that of another peer.
+            outdated; None: it has no state of its own and must take another peer's.
         """
         with self._lock:
             steps = self._ranks[rank].steps if rank in self._ranks else 0
@@ -147,11 +147,11 @@ class Membership:
             entry.seen = self._clock(), self._others(entry)
 
     def remove(self, rank: int) -> None:
-        """The peer that has the rank has died, left or ended."""
+        """Record that the peer of this rank has died, left or ended."""
         self._ranks[rank].alive = False
 
     def is_hopeful(self) -> bool:
-        """Whether some peer trains, or has a state with which it may begin."""
+        """Whether any peer trains, or has a state with which it may begin."""
         return any(e.alive and (e.admitted or e.fresh is not None) for e in self._ranks.values())
 
     def status(self) -> dict[int, Json]:
@@ -186,7 +186,7 @@ class Membership:
         return any(e.alive and e.admitted for e in others) and self._lag(entry) > most
 
     def _lag(self, entry: _Entry) -> float:
-        """Steps of common progress that the others have made since the peer was seen."""
+        """Steps of common progress that the others have made since the peer was last seen."""
         return (self._others(entry) - entry.seen[1]) / self._num_replicas
 
     def _others(self, entry: _Entry) -> int:
@@ -198,8 +198,8 @@ class MembershipClient:
 
     Args:
       address: where the membership listens.
-      secret: of the run.
-      seconds: that an answer may take.
+      secret: shared by the peers of the run.
+      seconds: how long an answer may take.
     """
 
     def __init__(self, address: Address, secret: bytes, seconds: float):
@@ -207,7 +207,7 @@ class MembershipClient:
         self._connection: Connection | None = None
 
     def call(self, method: str, *args: object) -> Any:
-        """The result of a method of `Membership`; without an answer, one of `exchange.BROKEN`."""
+        """Call a method of `Membership`; raises one of `exchange.BROKEN` if nobody answers."""
         if self._connection is None:
             self._connection = connections.connect(self._address, self._secret, self._seconds)
         try:
@@ -224,15 +224,15 @@ class Reporter:
     """Reports to the membership, and receives the common progress and the list of members.
 
     Args:
-      place: which peer reports.
+      place: the identity of this peer.
       address: where this peer listens.
-      membership: connection to it.
-      boundary: of the peer's run.
-      common: progress of the run; updated here, as are the members that the averager knows.
+      membership: the connection to the membership.
+      boundary: this peer's work between steps.
+      common: common progress, updated here; so are the members of the averager.
       leave: called with "stop" or "lag" if this peer has to end.
 
     Attributes:
-      stopped: ends `run`.
+      stopped: an event that ends `run`.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Reporter:
                 return
 
     def report(self) -> Json:
-        """This peer's entry in the membership."""
+        """The report of this peer to the membership."""
         boundary, averager = self._boundary, self._boundary.averager
         averaged = averager.counts["averaged"]
         return {
@@ -269,7 +269,7 @@ class Reporter:
         }
 
     def beat(self) -> bool:
-        """Report once; whether to continue."""
+        """Report once; returns whether to continue."""
         report, averager = self.report(), self._boundary.averager
         identity = self._place.rank, self._place.generation, self._address
         try:
@@ -302,16 +302,16 @@ def state_to_join(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> JoinState | None:
-    """The state with which a peer begins: that of a random member, or None for its own.
+    """The state of a random member with which a peer begins, or None for its own.
 
     Args:
-      place: which peer begins.
-      membership: connection to it; it decides, see `Membership.admits`.
-      secret: that peers of this run know.
-      leaving: how this peer has to end, or None.
+      place: the identity of the peer that begins.
+      membership: the connection to the membership, which decides, see `Membership.admits`.
+      secret: shared by the peers of the run.
+      leaving: returns how this peer has to end, or None.
       ask: requests the state of the peer at an address, see `decent_jax.peers.exchange.ask_state`.
-      clock: seconds.
-      wait: for so many seconds.
+      clock: a clock, in seconds.
+      wait: waits for a number of seconds.
 
     Raises:
       NotJoined: this peer has to end first, or has no state after ``peers.start_s``.

@@ -1,4 +1,4 @@
-"""A peer: an actor. One thread trains; the others serve requests of other peers."""
+"""A peer is an actor: one thread trains, and the others serve requests of other peers."""
 
 import functools
 import queue
@@ -20,10 +20,10 @@ from decent_jax.train import loop
 
 
 class Peer:
-    """One peer. Ray calls its methods from a pool of threads; `train` keeps one of them.
+    """One peer. Ray calls its methods from a pool of threads; `train` keeps one of them busy.
 
     Args:
-      place: which peer it is.
+      place: the identity of the peer.
       membership: the address of the `decent_jax.peers.membership.Membership`.
       secret: shared by all peers of the run.
       host: returns the IP address of this machine.
@@ -49,7 +49,7 @@ class Peer:
     # --- Called through Ray -----------------------------------------------------------------------
 
     def train(self) -> Json:
-        """Train; how it ended ("end", "join": without a state, as in `leave`), and its steps."""
+        """Train; returns steps, and how it ended: "end", "join" (no state), or as in `leave`."""
         place, peers = self._place, self._place.config.peers
         if place.start is not None:
             forget(place.folder, place.start)
@@ -83,14 +83,14 @@ class Peer:
                     self._jobs.put(None)
 
     def published(self) -> list[PyTree] | None:
-        """The arrays of the last snapshot, or after the end the last parameters."""
+        """The arrays of the last snapshot, or once training has ended, the last parameters."""
         if self._boundary is not None and self._boundary.final is not None:
             return self._boundary.final
         snapshot = self._averager.snapshot
         return None if snapshot is None else snapshot.arrays
 
     def leave(self, how: str = "leave") -> None:
-        """End: "leave" after a last average, "stop" at once and for good, "lag" without saving."""
+        """Ask it to end: "leave" after a last average, "stop" at once, "lag" without saving."""
         if self._leaving != "stop":
             self._leaving = how
         if self._boundary is not None:

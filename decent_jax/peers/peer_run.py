@@ -39,16 +39,16 @@ class Place(NamedTuple):
 
     config: Config  # of the whole run
     workdir: str  # of the whole run
-    rank: int  # also its data stream
+    rank: int  # also the number of its data stream
     generation: int  # counts the peers that have had this rank
     start: int | None  # first step of a peer that joins; None: resume from its own checkpoint
-    num_streams: int
-    all_steps: int = 0  # of all ranks together, when it starts
-    data: dict[str, str] | None = None  # facts about those of `train.py`; None: not compared
+    num_streams: int  # data streams that together read every record once per epoch
+    all_steps: int = 0  # steps of all ranks together, when it starts
+    data: dict[str, str] | None = None  # facts about the data of `train.py`; None: not compared
 
     @property
     def name(self) -> str:
-        """ "rank.generation"."""
+        """The name of the peer, "rank.generation"."""
         return f"{self.rank}.{self.generation}"
 
     @property
@@ -62,7 +62,7 @@ class CommonProgress:
 
     Args:
       peers_per_step: peer steps per step of the run, ``num_replicas``.
-      steps: of the run.
+      steps: steps of the run.
     """
 
     def __init__(self, peers_per_step: int, steps: int):
@@ -71,7 +71,7 @@ class CommonProgress:
         self.own = 0  # steps of this rank
 
     def update(self, all_steps: int, own_then: int) -> None:
-        """Take the membership's count of all steps, and of this rank's at the same time."""
+        """Take the membership's count of all steps, and the steps of this rank in that count."""
         self._others = all_steps - own_then
 
     def progress(self) -> int:
@@ -84,10 +84,10 @@ class CommonProgress:
 
 
 def check(config: Config) -> None:
-    """Check all that can be checked before anything starts.
+    """Make all checks that are possible before anything starts.
 
     Raises:
-      ConfigError: naming the field, its value and what was expected.
+      ConfigError: the config cannot be used; the message names the field and its value.
     """
     allowed = {
         "algorithm": [name for name, method in METHODS.items() if method.pairwise],
@@ -127,11 +127,11 @@ def forget(folder: Path, first: int) -> None:
 def open_run(
     config: Config, workdir: str | Path, rank: int = 0, checked: bool = False
 ) -> Iterator[tuple[Experiment, Workdir]]:
-    """The run of one replica with the steps, durations and learning rate of the whole run.
+    """Open the run of one replica with the steps, durations and learning rate of the whole run.
 
-    Its optimizer makes local steps only and takes its learning rate from the counts that
+    Its optimizer makes only local steps and takes its learning rate from the counts that
     `StateChanges.at_progress` sets; `StateChanges.average` replaces the rounds of a method. Its
-    random numbers are those of the rank.
+    random numbers depend on the rank.
 
     Raises:
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
@@ -162,10 +162,10 @@ def open_run(
 
 @contextlib.contextmanager
 def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
-    """The run of one peer: its data stream, its share of the batch, its folder.
+    """Open the run of one peer: its data stream, its share of the batch, its folder.
 
     Raises:
-      ConfigError: see `open_run`; or `train.py` has other data.
+      ConfigError: see `open_run`; or `train.py` reads other data.
     """
     config = place.config
     with open_run(config, place.folder, place.rank, checked=True) as (experiment, work):
@@ -175,7 +175,7 @@ def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
 
 
 def of_peer(experiment: Experiment, config: Config, rank: int, num_streams: int) -> Experiment:
-    """The run of one peer, made of that of one replica."""
+    """The run of one peer, derived from the run of one replica."""
     size, task = config.batch_size // config.num_replicas, copy.copy(experiment.task)
     task.train_source = Stream(task.train_source, rank, num_streams, size)
     own = config_lib.changed(experiment.config, batch_size=size)
@@ -185,7 +185,7 @@ def of_peer(experiment: Experiment, config: Config, rank: int, num_streams: int)
 
 
 class Stream:
-    """A source of the batches of a peer's stream, addressed by step.
+    """A source of training data with the batches of one peer, addressed by step.
 
     Streams 0 to n - 1 are those of the replicas of a synchronous run: together they read every
     record once per epoch. Stream ``k >= n`` is stream ``k % n`` in another random order.
@@ -219,16 +219,16 @@ class Stream:
 
 
 def free_ranks(taken: list[int], count: int) -> list[int]:
-    """The lowest free ranks."""
+    """The ``count`` lowest ranks that are not ``taken``."""
     free = (rank for rank in itertools.count() if rank not in taken)
     return list(itertools.islice(free, max(count, 0)))
 
 
 def read_manifest(workdir: Path, config: Config) -> Json:
-    """The manifest of an earlier session, or an empty one.
+    """The manifest that earlier sessions have left; {} if there is none.
 
     Raises:
-      ConfigError: it is damaged, or its peers have another batch size.
+      ConfigError: the manifest is damaged, or its peers have another batch size.
     """
     try:
         manifest = read_json(workdir / MANIFEST, "is damaged; take another --workdir")
@@ -262,9 +262,9 @@ def _is_manifest(value: Any) -> bool:
 
 
 def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
-    """{rank: step of its newest checkpoint} of the peers that resume.
+    """{rank: step of its newest checkpoint} for the peers that resume.
 
-    These are the peers that were alive; if none of them has saved, also those that died or left.
+    These are the peers that were alive; if none of these has saved, then those that died or left.
     """
     entries = manifest.get("peers", {})
     saved = {rank: saved_steps(workdir / FOLDER / rank) for rank in entries}

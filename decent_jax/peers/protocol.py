@@ -1,11 +1,11 @@
-r"""Pairwise averaging between two peers: the protocol, and what each side gets.
+r"""Pairwise averaging between two peers: the protocol, and the result on each side.
 
-Peers i and j bring their latest snapshots S. Each gets the pull
+Peers i and j exchange their latest snapshots S, encoded as Q(S). Each computes the pull
 
     ``p_i = 1/2 (Q(S_j) - Q(S_i))``
 
-and applies it at its next step boundary, to its current parameters x (``Method.pairwise`` in
-`decent_jax.optim`). Non-blocking SwarmSGD (Nadiradze et al. 2021), with both sides active, adds it.
+and applies it at its next step boundary to its current parameters x (``Method.pairwise`` in
+`decent_jax.optim`). Non-blocking SwarmSGD (Nadiradze et al. 2021), here on both sides, adds it.
 NoLoCo moves its outer parameters towards the mean of the snapshots and keeps the local progress
 made since:
 
@@ -17,9 +17,9 @@ made since:
 
 A snapshot is sent in a `Format`, each array by a codec of `decent_jax.gossip.codecs`.
 
-`Averager` is one peer's side of the protocol. It knows neither threads nor Ray; the peer calls it
-from any thread. An average of asker A and answerer B takes six messages, so that no snapshot is
-encoded or sent before B agrees, and neither side averages unless both have decoded::
+`Averager` is one peer's side of the protocol. It starts no threads and does not use Ray; the peer
+may call it from any thread. An average of asker A and answerer B takes six messages, so that no
+snapshot is encoded or sent before B agrees, and neither averages unless both have decoded::
 
     A.ask() -> offer, message
                               -- offer -------->  B.agree(name)
@@ -53,7 +53,7 @@ Arrays = list[np.ndarray]
 
 
 class Message(NamedTuple):
-    """An encoded snapshot: the parts sent for each array, and the side of the lattice, or 0."""
+    """An encoded snapshot: the encoded parts of each array, and the lattice's side, or 0."""
 
     parts: list[tuple[np.ndarray, ...]]
     side: float
@@ -90,8 +90,8 @@ class Format:
 
         Args:
           snapshot: floating-point arrays.
-          side: of the lattice, see `side`.
-          seed: of this message, in addition to the format's: the sender and its version.
+          side: side of the lattice, see the method `side`.
+          seed: seed of this message, in addition to the format's, from `seed_of`.
         """
         if self.is_lattice and not np.isfinite(side):
             raise ValueError("only finite parameters can be encoded; lower the learning rate")
@@ -129,13 +129,13 @@ class Snapshot(NamedTuple):
 
     version: int  # counts from 0 in each generation
     arrays: Arrays
-    progress: int  # common progress, in steps, at which it was published
+    progress: int  # common progress, in steps, when it was published
 
 
 class Offer(NamedTuple):
-    """What either side announces, without the message itself."""
+    """What either side announces about its message."""
 
-    name: str  # its name: the asker and a number
+    name: str  # name of the average: the asker and a number
     peer: str  # "rank.generation"
     version: int
     progress: int
@@ -143,7 +143,7 @@ class Offer(NamedTuple):
 
 
 class PairwiseAverage(NamedTuple):
-    """A settled average: what this side applies at its next step boundary."""
+    """A settled average, which this side applies at its next step boundary."""
 
     mine: Snapshot
     theirs: Offer
@@ -176,18 +176,18 @@ class Averager:
     """One peer's pairwise averages, at most one at a time, from any thread.
 
     Args:
-      me: "rank.generation".
-      form: of messages.
+      me: the name of this peer, "rank.generation".
+      form: the format of messages.
       patience_s: seconds that an answerer waits for `settle`.
-      silent_s: seconds after which `update_members` is late: then this peer was suspended.
-      clock: seconds.
+      silent_s: seconds without `update_members` after which this peer must have been suspended.
+      clock: a clock, in seconds.
 
     Attributes:
-      snapshot: published last; None before the first, and from `take` to `publish`.
-      version: of the next snapshot.
+      snapshot: the last one published; None before the first, and from `take` to `publish`.
+      version: version of the next snapshot.
       closed: whether it starts no further averages; those in progress still finish.
-      distance: to the last partner's snapshot, relative to the norm of its own.
-      counts: of the attempts, by outcome.
+      distance: norm of the difference to the last partner's snapshot, relative to its own norm.
+      counts: number of attempts by outcome.
 
     >>> ours, theirs = (Averager(name, Format("float32"), 1.0, 5.0) for name in ("0.0", "1.0"))
     >>> members = {"0.0": ("10.0.0.1", 1234), "1.0": ("10.0.0.2", 1234)}
@@ -229,22 +229,22 @@ class Averager:
 
     @property
     def members(self) -> Mapping[str, Address]:
-        """{name: address} of the peers that train, this one included.
+        """{name: address} of the peers that train, this one included; empty if it was suspended.
 
-        It averages with nobody else: parameters of a peer that has not joined, or was silent for
-        long, are of no use. Empty if this peer itself was suspended.
+        A peer averages only with members: the parameters of a peer that has not joined, or was
+        silent for long, are of no use.
         """
         return self._members if self._clock() <= self._members_until else {}
 
     def update_members(self, members: Mapping[str, Address] | None) -> None:
-        """Take the list of members; None: `train.py` does not answer, so it stays as it is."""
+        """Replace the list of members; None: `train.py` does not answer, so the list stays."""
         self._members = self.members if members is None else members
         self._members_until = self._clock() + self._silent_s
 
     # --- The training thread: none of these waits -------------------------------------------------
 
     def take(self) -> list[PairwiseAverage]:
-        """The averages to apply now; after any, this peer is busy until it publishes again."""
+        """The averages to apply now; if there are any, this peer is busy until it publishes."""
         with self._lock:
             taken, self._settled = self._settled, []
             if taken:
@@ -259,7 +259,7 @@ class Averager:
             self._settled = []
 
     def publish(self, arrays: Arrays, progress: int) -> None:
-        """S <- x."""
+        """Publish a snapshot, S <- x, taken at ``progress`` steps of common progress."""
         with self._lock:
             self.snapshot = Snapshot(self.version, arrays, progress)
             self.version += 1
@@ -273,7 +273,7 @@ class Averager:
     # --- The asker --------------------------------------------------------------------------------
 
     def ask(self) -> tuple[Offer, Callable[[], Message]] | None:
-        """The offer, and what encodes the message once the partner agrees; None: busy."""
+        """An offer, and a function that encodes the message if the partner agrees; None: busy."""
         exchange = self._begin(None)
         if exchange is None:
             return None
@@ -289,7 +289,7 @@ class Averager:
         return self._offer(exchange, True), message
 
     def receive(self, reply: Offer, message: Message) -> bool:
-        """Decode the answerer's message; whether that succeeded, for `settle`."""
+        """Decode the answerer's message; returns whether that succeeded, for `settle`."""
         exchange = self._now
         if exchange is None or exchange.name != reply.name:
             return False
@@ -297,7 +297,7 @@ class Averager:
         return self._decode(exchange, reply, message)
 
     def close(self, name: str, accepted: bool | None) -> None:
-        """End an average that the answerer accepted or not; None: its answer may come later."""
+        """End an average as the answerer decided; None: its decision may still arrive."""
         with self._lock:
             exchange = self._doubtful.pop(name, None) or self._now
             if exchange is None or exchange.name != name:
@@ -310,7 +310,7 @@ class Averager:
                 self._now = None
 
     def give_up(self, name: str, why: str) -> None:
-        """Abandon an average: ``why`` is one of ``counts``."""
+        """Abandon an average; ``why`` is the key in ``counts``."""
         with self._lock:
             if self._now is not None and self._now.name == name:
                 self._now = None
@@ -319,15 +319,15 @@ class Averager:
     # --- The answerer -----------------------------------------------------------------------------
 
     def agree(self, name: str) -> bool:
-        """Whether this peer takes part; if so, it is busy until the message arrives.
+        """Whether this peer takes part; if so, it is reserved until the message arrives.
 
-        Otherwise, peers that ask more often than a message takes would all be busy asking whenever
+        Without that, peers that ask more often than a message takes would all be busy asking when
         a message arrives, and no average would ever complete.
         """
         return self._begin(name) is not None
 
     def answer(self, offer: Offer, message: Message) -> tuple[Offer, Message] | None:
-        """The reply, or None if the message came too late."""
+        """The reply to the asker's message, or None if that came too late."""
         exchange = self._now
         if exchange is None or exchange.name != offer.name:
             return None

@@ -1,12 +1,12 @@
-"""Repeat a run of peers from their event logs, in one process, and compare every bit.
+"""Repeat a run of peers from its event logs, in one process, and compare every bit.
 
     decent-jax peers replay --workdir DIR
 
 Every peer logs what determines its parameters (`decent_jax.peers.events`): the learning rate of
 each step, which snapshots it averaged, and when. The replay makes the same steps on the same data,
 in any order that the snapshots allow. It compares the checksums of each snapshot and of the last
-parameters of each peer with the log, and names the first that differs. Exit status: 0 all are
-identical, 1 some differ, 2 there is nothing to replay.
+parameters of each peer with the log, and names the first that differs. The exit code is 0 if all
+are identical, 1 if some differ, and 2 if there is nothing to replay.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from decent_jax.train.stepper import init
 
 
 class Replayed(NamedTuple):
-    """One generation after its replay."""
+    """The result of replaying one generation."""
 
     peer: str  # "rank.generation"
-    steps: tuple[int, int]  # the first, and after the last
+    steps: tuple[int, int]  # the first step, and the one after the last
     averages: int
     versions: int
     differs: str  # the first thing that differs from the log; "" where nothing does
@@ -108,7 +108,7 @@ def replay(
       observe: called with the peer, the step and the arrays of each snapshot.
 
     Raises:
-      RunError: there are no logs, or one names a snapshot that no log explains.
+      RunError: there are no logs, or a log uses a snapshot or state that no log explains.
       ConfigError: the run or its data cannot be opened.
     """
     workdir = Path(workdir)
@@ -164,7 +164,7 @@ class _Replay:
         return sorted(self.done, key=lambda log: tuple(map(int, log.peer.split("."))))
 
     def _replay(self, log: Log) -> Iterator[tuple]:
-        """One generation; yields the key of each snapshot and state that it needs to continue."""
+        """Replay one generation; yields the key of each snapshot or state that it waits for."""
         experiment, changes = self.experiments[log.rank], self.changes
         if log.origin:
             need = (log.origin["peer"], log.origin["t"], log.origin["when"])

@@ -32,7 +32,7 @@ from decent_jax.train.workdir import Workdir
 class StateChanges:
     """Changes of the `TrainState` of one replica, (1, ...), between two of its steps.
 
-    A run and its replay share them.
+    A run and its replay share this code.
 
     Attributes:
       rate: common progress (int32) -> the learning rate, () float32.
@@ -61,7 +61,7 @@ class StateChanges:
         """The state after a pairwise average; donates ``state``.
 
         Args:
-          snapshot: of this peer.
+          snapshot: this peer's snapshot in the average.
           pull: half of the difference between the partner's and this peer's decoded snapshot.
         """
         old, own = self.averaged(state), state.opt_state.own
@@ -99,12 +99,12 @@ def averaged(mixes_state: bool, state: TrainState) -> PyTree:
 
 
 def number(stream: int, t: int) -> np.ndarray:
-    """(2,) the seed of a peer's random numbers (dropout): step t of its stream."""
+    """(2,) int32 [t, stream], which selects a peer's random numbers (dropout) of step t."""
     return np.array([t, stream], np.int32)
 
 
 def on_host(tree: PyTree) -> Arrays:
-    """Leaves without the replica dimension; read-only, they may share memory with the device."""
+    """Leaves without replica dimension; read-only, as they may share memory with the device."""
     return [np.asarray(x)[0] for x in jax.tree.leaves(tree)]
 
 
@@ -116,15 +116,15 @@ class StepBoundary:
     """A peer's work between two steps.
 
     Args:
-      experiment: of the peer.
-      place: which peer it is.
+      experiment: the peer's run.
+      place: the identity of the peer.
       common: common progress.
-      averager: of the peer.
+      averager: the peer's averager.
       jobs: queue of functions that a thread calls one after the other.
-      ask: one of them: ask another peer for a pairwise average.
-      join: returns the state of another peer with which to begin, or None for its own; called
-        before the first step, after compilation. None: it begins with its own.
-      clock: seconds.
+      ask: asks another peer for a pairwise average; runs as such a job.
+      join: called before the first step, after compilation; returns the state of another peer with
+        which to begin, or None for its own. If ``join`` is None, the peer begins with its own.
+      clock: a clock, in seconds.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StepBoundary:
     # --- Called by the runner ---------------------------------------------------------------------
 
     def begin(self, start: int) -> int:
-        """The first step, if the newest checkpoint is of step ``start``."""
+        """The first step to make, given the step ``start`` of the newest checkpoint, 0 if none."""
         if start:
             self._origin = self._checkpointed(start)
         if self._place.start is not None:
@@ -179,7 +179,7 @@ class StepBoundary:
         """Whether the run ends after ``done`` steps.
 
         Raises:
-          NotJoined: it ends, and its state is missing or outdated.
+          NotJoined: the run ends, and the peer's state is missing or outdated.
         """
         self._common.own = done
         if self.leaving == "lag":
@@ -203,7 +203,7 @@ class StepBoundary:
     def step(
         self, compiled: jax.stages.Compiled, state: TrainState, batch: PyTree, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Step t, and the work before it."""
+        """Do the work before step t, then start the step; returns state and metrics."""
         if self.join is not None:
             state = self._joined(self.join, state)
         log = self._log or self._begin_log(t)
@@ -212,8 +212,8 @@ class StepBoundary:
             self._shown = progress, self._changes.rate(np.int32(progress))
         state = self._changes.at_progress(state, progress)
         log.write(t=t, rate=progress)
-        # A host that runs ahead of its device publishes late, cannot average until then, and uses
-        # older pulls; so wait here for the last step, when everything else is ready.
+        # A host that runs ahead of its device publishes late, cannot average till then, and applies
+        # old pulls. Therefore, wait for the last step here, once everything else is ready.
         self._note_loss()
         taken = self.averager.take()
         for average in taken:
@@ -232,7 +232,7 @@ class StepBoundary:
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> Json:
-        """How this peer ended; called after the checkpoint of its last step is saved."""
+        """End, after the last checkpoint is saved; returns the steps, and how it ended."""
         self._note_loss()
         arrays = on_host(self._changes.averaged(state))
         self.final = arrays
@@ -245,7 +245,7 @@ class StepBoundary:
     # --- Called by other threads ------------------------------------------------------------------
 
     def want_state(self) -> "Future[JoinState]":
-        """The state at the next step boundary, for a peer that joins."""
+        """A future of the state at the next step boundary, for a peer that joins."""
         wanted: Future[JoinState] = Future()
         self._wanted.put(wanted)
         if self.final is not None:
@@ -255,8 +255,8 @@ class StepBoundary:
     def _ask_and_rest(self) -> None:
         """Ask, and then stay free for the requests of others for about as long as that took.
 
-        Peers that asked all the time would be busy whenever another peer asks, and none would ever
-        average. After a timeout, which kept it busy for ``exchange_s``, a peer asks again at once.
+        If peers asked all the time, each would be busy whenever another one asks, and none would
+        ever average. After a timeout, which took ``exchange_s``, a peer asks again at once.
         """
         began = self._clock()
         try:
@@ -269,7 +269,7 @@ class StepBoundary:
     # --- Parts of a step --------------------------------------------------------------------------
 
     def _joined(self, join: Callable[[], JoinState | None], state: TrainState) -> TrainState:
-        """The state with which this peer begins."""
+        """The state with which this peer begins: of another peer, or ``state`` itself."""
         joined, self.join = join(), None
         if joined is None:
             return state
@@ -277,7 +277,7 @@ class StepBoundary:
         return self._changes.put([x[None] for x in joined.arrays], state)
 
     def _note_loss(self) -> None:
-        """Wait for the last step, so that reports need not wait for the device."""
+        """Wait for the last step and add its loss, so that reports need not wait for the device."""
         if self._last_loss is None:
             return
         self._last_loss.block_until_ready()
@@ -292,7 +292,7 @@ class StepBoundary:
         return self._log
 
     def _publish(self, log: events.EventLog, state: TrainState, t: int, progress: int) -> None:
-        """Hand a copy to the other thread, which waits for the device and publishes it."""
+        """Hand a copy to the thread of jobs, which waits for the device and publishes it."""
         self._has_published = True
         copied, averager = self._changes.copy(self._changes.averaged(state)), self.averager
 
@@ -319,7 +319,7 @@ class StepBoundary:
                 yield self._wanted.get_nowait()
 
     def _checkpointed(self, t: int) -> Json:
-        """Which generation of this rank wrote the checkpoint of step t."""
+        """The origin of a state from the checkpoint of step t: which generation wrote it."""
         folder = self._place.folder
         for generation in reversed(events.generations(folder)):
             if events.has_step(events.path(folder, generation), t - 1):

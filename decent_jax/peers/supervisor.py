@@ -39,24 +39,24 @@ class Supervisor:
     """Starts, watches and replaces the peers of a session.
 
     Args:
-      config: of the run.
-      folder: of the run.
-      steps: of the run; after them no peer is replaced.
-      before: manifest of the earlier sessions.
+      config: the run's config.
+      folder: the run directory.
+      steps: steps of the run, after which no peer is replaced.
+      before: the manifest that earlier sessions have left.
       say: prints a line for the user.
       actors: starts the peers.
-      data: facts about the data, which all peers must have; None: not compared.
-      need: bytes of the arrays of a peer.
+      data: facts about the data on which all peers must agree; None: they are not compared.
+      need: bytes that the arrays of one peer take.
 
     Attributes:
-      membership: to which the peers report.
+      membership: the membership to which the peers report.
       secret: authenticates peers to each other and to the membership.
-      live: {rank: peer} of running peers.
+      live: {rank: peer} of the running peers.
       ended: peers that have finished and still serve their last parameters.
       gone: ranks whose peers died or left and were not replaced.
       deaths: number of deaths per rank.
       unsaved: number of peers that were killed because they did not end.
-      status: {rank: its latest status}, see `Membership.status`.
+      status: {rank: latest status}, see `Membership.status`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Supervisor:
         """Start the peers of the session: those that resume from their checkpoints, and new ones.
 
         Args:
-          address: of the membership.
+          address: where the membership listens.
         """
         self._address = address
         wanted = peer_run.count_of(self.config)
@@ -108,7 +108,7 @@ class Supervisor:
             self._first.add(rank)
 
     def _start(self, rank: int, fresh: int | None = None) -> None:
-        """Start a peer; see `Membership.add`."""
+        """Start a peer; for ``fresh`` see `Membership.add`."""
         peers, before = self.config.peers, self.of(rank)
         earlier = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
@@ -135,7 +135,7 @@ class Supervisor:
         self.gone.discard(rank)
 
     def collect(self) -> None:
-        """Wait a moment for peers that end, and replace those that died.
+        """Wait briefly for peers to end, and replace those that died.
 
         Raises:
           ConfigError: a peer that starts with the session cannot do what the config asks of it.
@@ -177,7 +177,7 @@ class Supervisor:
             self._say(f"peer {rank} restarts and joins with the state of a live peer")
 
     def resize(self) -> None:
-        """Apply the last ``decent-jax peers resize``."""
+        """Apply the last request of ``decent-jax peers resize``, if there is a new one."""
         path = self.folder / FOLDER / peer_run.COUNT
         if not path.exists():
             return
@@ -202,7 +202,7 @@ class Supervisor:
             peer.actor.call("leave", "stop")
 
     def kill_the_rest(self, late: bool) -> None:
-        """Kill all running peers: too ``late``, or no peer is left whose state they could take."""
+        """Kill all running peers: they end too ``late``, or none is left to give them a state."""
         self.unsaved += len(self.live)
         peers = self.config.peers
         for rank, peer in self.live.items():
@@ -227,7 +227,7 @@ class Supervisor:
     def snapshots(self, actors: list[Actor]) -> list[PyTree]:
         """The latest snapshots of these peers.
 
-        No peer waits for this; a peer without an answer within ``peers.exchange_s`` is left out.
+        No peer waits for this; peers that do not answer within ``peers.exchange_s`` are left out.
         """
         seconds = self.config.peers.exchange_s
         calls = {k: actor.call("published") for k, actor in enumerate(actors)}
@@ -249,7 +249,7 @@ class Supervisor:
         return self.status.get(rank, {"rank": rank, **_NOBODY})
 
     def step(self) -> int:
-        """Common progress in steps of the run."""
+        """Common progress in steps of the run; it never decreases."""
         steps = sum(status["steps"] for status in self.status.values())
         self._reached = max(self._reached, steps // self.config.num_replicas)
         return self._reached

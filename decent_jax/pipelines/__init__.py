@@ -1,8 +1,8 @@
 """Pipelines: each replica spans several machines, each of which holds a stage of the model.
 
 A run is a grid of D replicas and S stages. Each worker is a Ray actor with its own jax. Activations
-pass from stage to stage of a replica; equal stages of different replicas gossip or all-reduce as
-in any other run (`decent_jax.optim`). See docs/pipelines.md.
+pass from stage to stage of a replica; the same stage of different replicas gossips or all-reduces
+as in any other run (`decent_jax.optim`). See docs/pipelines.md.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Pipeline:
     """The stages of a run of pipelines."""
 
     stages: int = changeable(
-        2, "stages that each replica is cut into, a Ray actor each", at_least=1
+        2, "stages that each replica is cut into, one Ray actor each", at_least=1
     )
     micro_batches: int = setting(
         1, "micro-batches that a replica's batch is split into", at_least=1
@@ -43,7 +43,7 @@ SECTIONS = {"pipeline": Pipeline}
 
 
 class Config(settings.Config):
-    """Of a run of pipelines."""
+    """The config of a run of pipelines."""
 
     pipeline: Pipeline
 
@@ -56,7 +56,7 @@ def check(config: Config) -> None:
 
 
 def run(config: Config, workdir: str | Path) -> Json:
-    """Train pipelines in ``workdir``; see `decent_jax.pipelines.runner.run`."""
+    """Train pipelines in the run directory; see `decent_jax.pipelines.runner.run`."""
     return _runner(config).run(config, workdir)
 
 

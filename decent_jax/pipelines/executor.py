@@ -1,4 +1,4 @@
-"""One step of a stage: its schedule of micro-batches, its messages, and the update."""
+"""The steps of a stage: the order of its micro-batches, its messages, and its updates."""
 
 import itertools
 import queue
@@ -25,7 +25,7 @@ from decent_jax.train.experiment import train_batches
 
 
 class Key(NamedTuple):
-    """The identity of a message, the same at its sender and its receiver."""
+    """The identity of a message, equal at its sender and its receiver."""
 
     kind: str
     t: int  # step
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
 
 class Mailbox:
-    """Messages for one stage; put and taken by different threads."""
+    """Messages for one stage, which one thread puts in and another takes out."""
 
     def __init__(self):
         self._messages: dict[Key, PyTree] = {}
@@ -47,7 +47,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, key: Key, seconds: float) -> PyTree:
-        """Wait for a message, and remove it.
+        """Wait for a message, then remove and return it.
 
         Raises:
           PeerLost: it did not arrive within ``seconds``.
@@ -61,7 +61,7 @@ class Mailbox:
             return self._messages.pop(key)
 
     def fill(self, connection: Connection) -> None:
-        """Put everything that a `Channel` sends over this connection, until it ends."""
+        """Put in all messages of a `Channel` from this connection, until it ends."""
         while True:
             key, value = connections.receive(connection)
             self.put(Key(*key), value)
@@ -71,8 +71,8 @@ class Channel:
     """Sends messages to one stage, in order; a thread waits for the device and the network.
 
     Args:
-      address: where the stage listens; the first message connects.
-      secret: of the run.
+      address: where the stage listens; the first message opens the connection.
+      secret: shared by the workers of the run.
     """
 
     def __init__(self, address: Address, secret: bytes):
@@ -82,7 +82,7 @@ class Channel:
         threading.Thread(target=self._send_all, daemon=True).start()
 
     def send(self, key: Key, value: PyTree) -> None:
-        """Send None, or arrays in tuples and dicts, which may still be computing.
+        """Send None, or a tree of tuples, dicts and arrays, which may still be computing.
 
         Raises:
           PeerLost: an earlier message could not be sent.
@@ -106,14 +106,14 @@ Send = Callable[[int, Key, PyTree], None]  # to a stage of the same replica; doe
 
 
 class Span(NamedTuple):
-    """What a stage reports of several steps; arrays are (L,), of its process's replicas."""
+    """A stage's report on several steps; arrays are (L,), one entry per replica of the process."""
 
-    losses: list[np.ndarray]  # of every step
-    norms: list[np.ndarray]  # of the gradients of all stages
-    skipped: np.ndarray
-    failing: np.ndarray
+    losses: list[np.ndarray]  # per step
+    norms: list[np.ndarray]  # per step, of the gradient over all stages
+    skipped: np.ndarray  # see `Stage.skipped`
+    failing: np.ndarray  # likewise
     distance: np.ndarray | None  # see `Stage.consensus`; None if not requested
-    waited: float  # seconds, for batches
+    waited: float  # seconds spent waiting for batches
     seconds: dict[str, float]  # of the last timed gradient; see `StageExecutor`
 
 
@@ -130,9 +130,9 @@ class StageExecutor:
 
     Args:
       stage: its programs and state.
-      mailbox: of its messages from other stages.
-      send: to other stages.
-      batches: tokens of this process's rows per step, if the stage reads them; see
+      mailbox: messages from other stages.
+      send: sends a message to another stage.
+      batches: tokens of this process's rows for each step, if the stage reads them; see
         `open_batches`.
     """
 
@@ -154,7 +154,7 @@ class StageExecutor:
     # --- Training ---------------------------------------------------------------------------------
 
     def train(self, start: int, stop: int, row: bool) -> Span:
-        """The steps from ``start`` to ``stop - 1``, and the values for a ``row`` of metrics."""
+        """Make the steps ``start`` to ``stop - 1``; ``row``: whether to measure for a row."""
         self._waited = 0.0
         steps = [self._step(t, timed=row and t == stop - 1) for t in range(start, stop)]
         losses, norms = ([step[i] for step in steps] for i in (0, 1))
@@ -162,7 +162,7 @@ class StageExecutor:
         return Span(losses, norms, *self.stage.skipped(), distance, self._waited, self._seconds)
 
     def _step(self, t: int, timed: bool) -> tuple[np.ndarray, np.ndarray]:
-        """One step; (L,) losses and norms of gradients."""
+        """Make step ``t``; returns (L,) losses and gradient norms."""
         stage = self.stage
         synchronous = self.config.algorithm == "all_reduce"
         rnd = None if synchronous else stage.schedule.round_at(t, self.config.mix_every)
@@ -190,7 +190,7 @@ class StageExecutor:
         return loss, grads
 
     def _timed_gradient(self, t: int) -> tuple[PyTree, PyTree]:
-        """`gradient`, and how long this stage computes and waits for other stages."""
+        """As `gradient`; measures how long this stage computes, and waits for other stages."""
         self._timed, self._missed, waited = True, 0.0, self._waited
         began = time.monotonic()
         result = jax.block_until_ready(self.gradient(t))
@@ -200,7 +200,7 @@ class StageExecutor:
         return result
 
     def _forward_backward(self, params: PyTree, borrowed: PyTree, t: int) -> PyTree:
-        """Forward and backward of all micro-batches: (loss, gradients), see `Stage.zeros`."""
+        """Forward and backward pass of all micro-batches; (loss, gradients) as in `Stage.zeros`."""
         stage, part = self.stage, self.part
         began = time.monotonic()
         tokens = next(self._batches) if self._batches is not None else None
@@ -224,7 +224,7 @@ class StageExecutor:
         return total
 
     def _exchange(self, own: PyTree, t: int) -> PyTree:
-        """Losses and gradient norms of the replicas, from losses and squares of all stages.
+        """Exchange losses and sums of squares between stages; returns losses and gradient norms.
 
         All stages of a replica must clip, accept or reject the update alike.
         """
@@ -241,7 +241,7 @@ class StageExecutor:
         return losses, values, np.array(norms, np.float32)
 
     def _lend(self, params: PyTree, kind: str, t: int) -> PyTree:
-        """Send the shared table, or receive it; returns what this stage borrows."""
+        """Send or receive the shared table, if any; returns what this stage borrows."""
         if self.part.lends:
             copy = {TABLE: jax.tree.map(jnp.copy, params[TABLE])}  # the update donates the table
             self._send(self._stages - 1, self._key(kind, t), copy)
@@ -250,10 +250,10 @@ class StageExecutor:
     # --- Evaluation -------------------------------------------------------------------------------
 
     def evaluate(self) -> np.ndarray | None:
-        """The loss of the consensus model on the validation source, as sums from the last stage.
+        """Evaluate the consensus model on the validation source.
 
         Returns:
-          (2,) sum of losses and count over the rows of this process; None from the other stages.
+          From the last stage, (2,): sum and number of losses in this process's rows; else None.
         """
         stage, part = self.stage, self.part
         number, allowed = next(self._evaluations), 2 * self._stages  # batches in flight

@@ -1,4 +1,4 @@
-"""Measurement of the links between the nodes of a Ray cluster, by an actor on each."""
+"""Measurement of the links between the nodes of a Ray cluster, by one actor per node."""
 
 import os
 
@@ -18,7 +18,7 @@ class Probe:
     """A jax process on one node, like a worker of a run."""
 
     def address(self) -> str:
-        """ "host:port" for a coordinator on this node."""
+        """A free "host:port" for a coordinator on this node."""
         return f"{own_host()}:{free_port()}"
 
     def measure(
@@ -35,14 +35,14 @@ class Probe:
 def measure(
     config: Config, num_bytes: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
-    """Latency, bandwidth and ways between the nodes, and their names, for a plan of pipelines.
+    """As `decent_jax.cluster.preflight.measure`, between Ray's nodes; also returns their names.
 
     Args:
-      config: its ``pipeline.address`` is that of the cluster.
-      num_bytes, repeats: see `decent_jax.cluster.preflight.measure`.
+      config: a config whose ``pipeline.address`` names the cluster.
+      num_bytes, repeats: bytes of the long message, and measurements of each link.
 
     Raises:
-      ConfigError: no cluster answers there, or it has one node.
+      ConfigError: no cluster answers, or it has only one node.
       PeerLost: a node failed meanwhile.
     """
     check_address(config, "pipeline")

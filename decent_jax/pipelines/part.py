@@ -1,4 +1,4 @@
-"""The parts of a stage: its part of the model, its placement, its method."""
+"""What makes up a stage: its part of the model, its placement, its method."""
 
 import math
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ TABLE = "wte"  # the token embedding, which a tied output layer shares
 
 
 class Part(NamedTuple):
-    """A stage's part of the model, with the members of a task that `init_state` needs.
+    """A stage's part of the model, with the members of a task that initialization needs.
 
     Every parameter belongs to one stage. A tied output layer borrows the token embedding of the
     first stage and returns its gradient.
@@ -35,12 +35,12 @@ class Part(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The first block."""
+        """The number of its first block."""
         return sum(self.counts[: self.stage])
 
     @property
     def stop(self) -> int:
-        """The block after the last one."""
+        """The number of its last block, plus 1."""
         return self.start + self.counts[self.stage]
 
     @property
@@ -64,25 +64,25 @@ class Part(NamedTuple):
         return self.task.config.tied and self.is_last and not self.is_first
 
     def of_whole(self, params: PyTree) -> PyTree:
-        """Its parameters, out of those of the whole model."""
+        """The stage's parameters, selected from those of the whole model."""
         params = decoders.part(self.task.config, params, self.start, self.stop)
         return {name: params[name] for name in params if not (self.borrows and name == TABLE)}
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Its initial parameters; under `jax.jit` no others are drawn."""
+        """The stage's initial parameters and model state; under `jax.jit` no others are drawn."""
         params, model_state = self.task.init(key)
         return self.of_whole(params), model_state
 
     def load_params(self) -> PyTree | None:
-        """Its part of the pretrained parameters, or None."""
+        """The stage's part of the pretrained parameters, or None."""
         loaded = self.task.load_params()
         return None if loaded is None else self.of_whole(loaded)
 
 
 def layers_of(config: Config, model: gpt2.GPT2Config) -> list[int]:
-    """The number of layers of each stage: from the config, else balanced.
+    """The number of layers of each stage: from the config, or else balanced.
 
-    The output layer counts by its parameters relative to those of a block.
+    The output layer's share of the compute time is taken from its number of parameters.
     """
     own, last_costs = config.pipeline, model.vocab_size * model.width / (12 * model.width**2)
     return orders.layers_of(own.layers, model.layers, own.stages, last_costs)
@@ -93,8 +93,8 @@ def method(
 ) -> optim.Method:
     """The method of one stage of a replica, for gradients that are already clipped.
 
-    Clipping needs the norm over all stages. For the same reason ``all_reduce`` receives averaged
-    gradients, and is then a method without rounds.
+    Clipping comes first because it needs the norm over all stages. For the same reason,
+    ``all_reduce`` receives averaged gradients, so that its method has no rounds.
     """
     unclipped = config_lib.changed(config, **{"optimizer.clip_norm": 0.0})
     mask = pieces.decay_mask
@@ -106,10 +106,10 @@ def method(
 
 
 def check(config: Config) -> None:
-    """Check what does not depend on the model or the cluster.
+    """Make all checks that need neither the model nor the cluster.
 
     Raises:
-      ConfigError: naming the field, its value and what was expected.
+      ConfigError: the config cannot be used; the message names the field and its value.
     """
     makes = (optim.all_reduce, optim.decentralized)
     allowed = {
@@ -129,18 +129,18 @@ def check(config: Config) -> None:
 
 
 def bytes_between_stages(config: Config, model: gpt2.GPT2Config) -> int:
-    """Bytes of the activations that one stage sends to the next in a step, one way."""
+    """Bytes per step of the activations that a replica's stage sends to the next stage."""
     rows = config.batch_size // config.num_replicas * model.context
     return codecs.bytes_sent(codecs.NAMED[config.pipeline.codec], (rows, model.width))
 
 
 def place(num_replicas: int) -> Placement:
-    """One row per replica: one in each process of a stage, or all on this process's device."""
+    """Place a stage's replicas: one per process, or all on the device of a single process."""
     count = jax.process_count()
     devices = [jax.local_devices(process_index=p)[0] for p in range(count)]
     return replicas.place(num_replicas, devices)
 
 
 def total_norm(squares: list[float]) -> float:
-    """The norm of a gradient, from the sums of squares of its stages."""
+    """The norm of a whole gradient, from the sum of squares of each stage."""
     return math.sqrt(math.fsum(squares))

@@ -1,4 +1,4 @@
-"""The process of `train.py`: the runner that lets the workers train."""
+"""The process of `train.py`: the runner, whose workers do the training."""
 
 import contextlib
 import math
@@ -39,16 +39,16 @@ _LONGEST_SPAN_S = 5.0  # of steps between two calls of the workers
 
 
 def run(config: Config, workdir: str | Path) -> Json:
-    """Train pipelines as configured, in ``workdir``; resume the run that is there.
+    """Train pipelines in ``workdir``, or resume the run that is already there.
 
-    Returns, raises: as `decent_jax.train.run`.
+    Returns and raises the same as `decent_jax.train.run`.
     """
     with _started(config, workdir) as runner:
         return loop.train(runner, runner.work)
 
 
 def dry_run(config: Config) -> None:
-    """Let all workers make a few steps: compile in the first ones, and time the rest.
+    """Let all workers make a few steps, of which the first compile and the others are timed.
 
     Raises:
       ConfigError: the run would be refused.
@@ -59,7 +59,7 @@ def dry_run(config: Config) -> None:
 
 @contextlib.contextmanager
 def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
-    """A run whose workers are starting."""
+    """Open a run and start its workers."""
     check_address(config, "pipeline")
     with open_run(config, workdir) as (experiment, work, plan, counts):
         config, actors = cast(Config, experiment.config), Actors()
@@ -107,7 +107,7 @@ class Pipelines:
         return step, meta
 
     def time_steps(self) -> None:
-        """Compile and time the steps, and print the result."""
+        """Compile and time a few steps, and print the time per step."""
         every, steps = self._config.mix_every, self.experiment.steps
         self.restore()
         with self.work.console.announce("compiling the steps"):

@@ -37,28 +37,28 @@ class Stage:
     """One stage of the replicas of this process.
 
     One thread starts all programs in which replicas communicate, in the same order in all
-    processes of a stage; on a CPU they block while another thread computes.
+    processes of a stage; on a CPU, they block that thread while another one computes.
 
     Attributes:
       state: a `TrainState` of this stage's parameters, (n, ...) over all replicas.
       forward: (params, borrowed, x, tokens, t, k) -> the message to the next stage, for
-        micro-batch k of step t; of this process's rows, see `rows`. ``borrowed`` is {"wte": ...}
-        where the stage borrows a table, else {}; ``x`` comes from the stage before, None in the
+        micro-batch k of step t, with this process's rows, see `rows`. ``borrowed`` is {"wte": ...}
+        if the stage borrows a table, else {}; ``x`` comes from the previous stage, None in the
         first; ``tokens`` (L, b, T + 1) are read in the first and the last stage.
       backward: (params, borrowed, x, tokens, total, dy, t, k) -> ``total``, which is donated, with
-        micro-batch k added, and the message to the stage before; ``dy`` comes from the stage after,
-        None in the last.
-      zeros: (params, borrowed) -> the first total: (L,) losses, and gradients of both.
+        micro-batch k added, and the message to the previous stage; ``dy`` comes from the next
+        stage, None in the last.
+      zeros: (params, borrowed) -> the initial ``total``: (L,) losses, and gradients of both trees.
       squares: gradients (L, ...) -> (L,) their sums of squares.
-      evaluate: (params, borrowed, x, tokens, weights) of one model, not stacked -> the message to
-        the next stage; from the last stage, sums over a batch.
+      evaluate: (params, borrowed, x, tokens, weights) of a single model, not stacked -> the message
+        to the next stage; from the last stage, sums over a batch.
 
     Args:
-      config: of the run.
-      schedule: of the run.
-      placement: of all replicas on the devices of their processes.
-      tx: of `decent_jax.pipelines.part.method`.
-      part: of the model.
+      config: the run's config.
+      schedule: the communication schedule.
+      placement: all replicas and the devices of their processes.
+      tx: the method, from `decent_jax.pipelines.part.method`.
+      part: the stage's part of the model.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Stage:
         return self._all(jax.tree.map(jnp.array, tree))
 
     def begin_mix(self, rnd: int | None) -> "Future | None":
-        """Start the messages of a round, if the method knows them already."""
+        """Start to send the messages of a round, if they do not depend on the gradient; or None."""
         state, mix = self.state, self._mix
         if rnd is None or mix is None:
             return None
@@ -116,13 +116,13 @@ class Stage:
         rnd: int | None,
         mixed: "Future | None",
     ) -> None:
-        """The update of all replicas.
+        """Update all replicas.
 
         Args:
-          loss: (L,) of each replica, over its batch.
-          norm: (L,) of each replica's gradient, over all stages.
-          grads: (L, ...) of this stage.
-          rnd: of the schedule; None: a step without communication.
+          loss: (L,) loss of each replica, over its batch.
+          norm: (L,) norm of each replica's gradient, over all stages.
+          grads: (L, ...) gradients of this stage.
+          rnd: the schedule's round; None: a step without communication.
           mixed: the result of `begin_mix`.
         """
         inputs = (*self.put((loss, norm)), self._all(grads))
@@ -131,7 +131,7 @@ class Stage:
         self.state = self._run(self._update, self.state, message, *inputs, rnd=rnd)
 
     def skipped(self) -> tuple[np.ndarray, np.ndarray]:
-        """(L,) updates that each replica has rejected so far, and how many of the last in a row."""
+        """(L,) updates that each replica has rejected: in total, and consecutively up to now."""
         state = self.state.opt_state
         skipped, failing = self.rows((state.skipped, state.failing))
         return np.asarray(skipped), np.asarray(failing)
@@ -144,18 +144,18 @@ class Stage:
         return np.square(np.array([distance, norm]))
 
     def consensus_model(self) -> PyTree:
-        """The mean of all replicas: parameters without a replica dimension."""
+        """The mean of all replicas' parameters, without replica dimension."""
         return self.rows(self._consensus_model())
 
     # --- Its part of a checkpoint -----------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The name of its part of a checkpoint."""
+        """The name of the stage's part of a checkpoint."""
         return f"{arrays.STAGE}{self.part.stage}"
 
     def save(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
-        """Start to write its state; see `decent_jax.checkpoints.arrays.begin`."""
+        """Start to write the state; see `decent_jax.checkpoints.arrays.begin`."""
         return self._run(arrays.begin, writer, draft, self.name, arrays.tree_of(self.state))
 
     def save_model(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
@@ -164,7 +164,7 @@ class Stage:
         return self._run(arrays.begin, writer, draft, self.name, model)
 
     def restore(self, checkpoint: Path, meta: Json) -> None:
-        """Restore its arrays from a checkpoint of any number of stages and replicas."""
+        """Restore the stage's arrays from a checkpoint of any number of stages and replicas."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
         source = checkpoint, meta, like, self.placement, self.config.optimizer.accum_steps
         self.state = self._run(arrays.restore, *source)
@@ -175,7 +175,7 @@ class Stage:
     # --- Code of one replica ----------------------------------------------------------------------
 
     def _over_rows(self, fn):
-        """``fn`` of one replica over the rows; t and k are the same for all rows."""
+        """Map the code ``fn`` of one replica over the rows; t and k are the same for all rows."""
 
         def run(ids, *args):
             *stacked, t, k = args
@@ -188,12 +188,12 @@ class Stage:
         return run
 
     def _rng(self, t, k, replica):
-        """As in a run without stages, where `step.gradient` splits the batch."""
+        """The random key, as in a run without stages, where `step.gradient` splits the batch."""
         key = jax.random.fold_in(jax.random.fold_in(self._key, t), replica)
         return key if self._micro_batches == 1 else jax.random.fold_in(key, k)
 
     def _output(self, params, borrowed, x, tokens, rng=None):
-        """Hidden vectors for the next stage; from the last the losses (b, T)."""
+        """Hidden vectors for the next stage, or in the last stage the losses (b, T)."""
         part = self.part
         model = decoders.merge(self._model, {**params, **borrowed}, part.start, part.stop)
         x = model.begin(tokens[:, :-1], rng) if part.is_first else x
@@ -245,7 +245,7 @@ class Stage:
     # --- Programs of all replicas -----------------------------------------------------------------
 
     def _run(self, program, *args, **static) -> PyTree:
-        """The result of a program of all replicas."""
+        """Run a program of all replicas in their common thread; returns its result."""
         return self._together.submit(program, *args, **static).result()
 
     def _start_programs(self) -> None:
@@ -253,7 +253,7 @@ class Stage:
         tx, axis, clip = self._tx, placement.axis_name, self.config.optimizer.clip_norm
 
         def program(fn, count, **options):
-            """Jitted, of one replica's code with ``count`` arguments and a static round."""
+            """A jitted program of one replica's code ``fn`` with ``count`` arguments."""
 
             @partial(jax.jit, static_argnames="rnd", **options)
             def run(*args, rnd=None):

@@ -1,4 +1,4 @@
-"""A worker of the grid trains one stage of one replica: its run, and its actor."""
+"""A worker of the grid, which trains one stage of one replica: its run and its actor."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ class WorkerSpec(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the worker in messages."""
         return f"stage {self.stage} of replica {self.replica}"
 
     @property
@@ -63,9 +63,9 @@ def open_run(
 ) -> Iterator[tuple[Experiment, Workdir, Plan | None, list[int]]]:
     """Check the config and open the run directory and the data, in the process of `train.py`.
 
-    Returns:
-      The experiment, placed on this process's device for one replica; the run directory; the plan;
-      and the layers of each stage.
+    Yields:
+      The experiment, placed on this process's device for one replica; the run directory; the plan,
+      or None; and the number of layers of each stage.
 
     Raises:
       ConfigError: see `decent_jax.train.run`.
@@ -88,7 +88,7 @@ def open_run(
 
 
 def needs_of(experiment: Experiment, counts: list[int]) -> list[int]:
-    """Bytes of the state of each stage of a replica; 0 where it is not in the host's memory."""
+    """Bytes of the state of each stage of a replica in host memory; on GPUs 0."""
 
     def need(stage: int) -> int:
         part = Part(experiment.task, stage, counts)
@@ -100,10 +100,10 @@ def needs_of(experiment: Experiment, counts: list[int]) -> list[int]:
 
 
 def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
-    """The programs of a worker, after jax has connected the replicas of its stage.
+    """Create a worker's stage, after jax has connected the replicas of this stage.
 
     Raises:
-      ConfigError: its data cannot be used, or do not have the facts ``data``.
+      ConfigError: the data cannot be used here, or differ from those of `train.py`, ``data``.
     """
     config = worker.config
     xla.use_cache()
@@ -117,7 +117,7 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
 
 
 def join(coordinator: str, count: int, index: int, exchange_s: int, **options: Any) -> None:
-    """Connect jax to the processes of other actors, as number ``index``; on CPUs by gloo."""
+    """Connect jax to the processes of other actors, as number ``index``; on CPUs over gloo."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     limit_exchanges(exchange_s)
     jax.distributed.initialize(
@@ -133,10 +133,10 @@ def _task(config: Config, workdir: Path, announce: Callable) -> Any:
 
 
 class Worker:
-    """The actor. Ray calls its methods from a pool of threads, but never two that train.
+    """The actor. Ray calls its methods from a pool of threads, but at most one of them trains.
 
     Args:
-      worker: its position in the grid.
+      worker: its position in the grid, and its run.
       secret: shared by all workers of the run.
     """
 
@@ -145,17 +145,17 @@ class Worker:
         os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))
         self._spec, self._secret, self._mailbox = worker, secret, Mailbox()
         self._channels: list[Channel] = []
-        # Once it is open: a `Stage`, its `StageExecutor`, and the writer of checkpoints.
+        # Set once it is open: a `Stage`, its `StageExecutor`, and the writer of checkpoints.
         self._stage: Any = None
         self._executor: Any = None
         self._writer: Any = None
-        # Once it is ready to train: its communication metrics, and the step of its last row.
+        # Set once it is ready to train: its communication metrics, and the step of its last row.
         self._comm_metrics: Any = None
         self._reported = 0
 
     def addresses(self) -> tuple[str, Address]:
-        """ "host:port" for the coordinator of its stage, in case it is replica 0; and the address
-        at which it receives messages of other stages."""
+        """The coordinator's "host:port", for use if this is replica 0 of its stage; and the address
+        at which it receives messages from other stages."""
         host = handles.own_host()
         _, address = connections.listen(host, self._secret, self._mailbox.fill)
         return f"{host}:{free_port()}", address
@@ -164,8 +164,8 @@ class Worker:
         """Start jax and create the programs.
 
         Args:
-          coordinator: the first of `addresses` of replica 0 of its stage.
-          addresses: the second of `addresses` of the stages of its replica.
+          coordinator: the first result of `addresses`, from replica 0 of its stage.
+          addresses: the second result of `addresses`, from every stage of its replica.
           data: see `open_stage`.
         """
         cluster, count = self._spec.config.cluster, self._spec.config.num_replicas
@@ -184,15 +184,14 @@ class Worker:
         """Exchange a number with the other replicas of the stage, once all workers are open.
 
         gloo connects at the first exchange and waits at most 30 s for the slower process. That is
-        too short while a process compiles a large program; the program of this exchange compiles at
-        once.
+        too short while a process compiles a large program; this exchange compiles at once.
         """
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("open")
         self._writer = ocp.StandardCheckpointer()
 
     def restore(self, checkpoint: Path, meta: Json) -> str:
-        """Restore its arrays from a checkpoint; returns the reason if that fails, else ""."""
+        """Restore its arrays from a checkpoint; returns "", or the reason why that failed."""
         try:
             self._stage.restore(checkpoint, meta)
         except Exception as error:  # orbax and tensorstore raise many types
@@ -224,15 +223,15 @@ class Worker:
         return self._stage.save(self._writer, draft)
 
     def save_model(self, draft: Path) -> dict[str, int]:
-        """The same for its part of the consensus model."""
+        """As `save`, for its part of the consensus model."""
         return self._stage.save_model(self._writer, draft)
 
     def saved(self) -> None:
-        """Wait until everything saved is on disk."""
+        """Wait until everything saved so far is on disk."""
         self._writer.wait_until_finished()
 
     def beat(self) -> int:
-        """Heartbeat: its process id."""
+        """Answer a heartbeat; returns the process id."""
         return os.getpid()
 
     def _send(self, stage: int, key: Key, value: object) -> None:

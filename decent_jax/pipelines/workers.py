@@ -1,4 +1,4 @@
-"""All workers of the grid: start, call and watch them; and their checkpoints."""
+"""All workers of the grid: starts, calls and watches them, and keeps their checkpoints."""
 
 import secrets
 import time
@@ -26,17 +26,17 @@ class Workers:
     """The actors of a grid; a context that kills all of them at the end.
 
     Attributes:
-      specs: of the workers, replica by replica, in the order of the results of `all`.
+      specs: position and run of each worker, replica by replica, in the order of all results.
 
     Args:
-      config: of the run.
-      workdir: of the run.
-      counts: layers of each stage.
-      nodes: the machine of each worker, or None for any.
-      actors: starts them.
+      config: the run's config.
+      workdir: the run directory.
+      counts: number of layers of each stage.
+      nodes: the machine of each worker; None: Ray chooses.
+      actors: starts the actors.
       kind: class of the actors.
       clock: has ``monotonic()`` and ``sleep(seconds)``.
-      needs: bytes of the arrays of each stage, see `check_memory`.
+      needs: bytes of the arrays of each stage, see `decent_jax.actors.ray_cluster.check_memory`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Workers:
             )
             for worker, node in zip(self.specs, nodes, strict=True)
         ]
-        # When each worker was asked, and the timeout that applies: the first is for its start.
+        # When each worker was asked, and the timeout that applies, which at first is for its start.
         self._beats: list[tuple[Call, float, str]] = [
             (actor.call("beat"), clock.monotonic(), "timeout_s") for actor in self._started
         ]
@@ -80,7 +80,7 @@ class Workers:
         """Start jax in all workers and create their programs, see `Worker`.
 
         Args:
-          data: facts about the data, which all of them must have.
+          data: facts about the data on which all workers must agree.
         """
         answers, calls = self.all("addresses"), []
         for worker, actor in zip(self.specs, self._started, strict=True):
@@ -92,18 +92,18 @@ class Workers:
         self.all("connect")
 
     def all(self, name: str, *args: object) -> list[Any]:
-        """The results of a method of each worker."""
+        """Call a method of each worker; returns the results."""
         return self.wait(self.begin(name, *args))
 
     def begin(self, name: str, *args: object) -> list[Call]:
-        """Call a method of each worker."""
+        """Start a call of a method of each worker."""
         return [actor.call(name, *args) for actor in self._started]
 
     def wait(self, calls: list[Call], pause: Callable[[], None] = lambda: None) -> list[Any]:
-        """The results of one call per worker; ``pause`` is called meanwhile, and may raise.
+        """Wait for one call per worker; ``pause`` is called meanwhile, and may raise.
 
         Raises:
-          TrainingFailed: a worker was killed, has failed or is silent; it is named.
+          TrainingFailed: a worker was killed, has failed or is silent; the message names it.
           ConfigError: a worker cannot do what the config asks of it.
         """
         waiting, results = dict(enumerate(calls)), {}
@@ -115,7 +115,7 @@ class Workers:
         return [results[k] for k in range(len(calls))]
 
     def over(self, calls: list[Call]) -> bool:
-        """Whether all of these calls have ended, or one has failed; `wait` then raises."""
+        """Whether all of these calls have ended, or one has failed, so that `wait` would raise."""
         done = self._actors.ended(dict(enumerate(calls)), 0.0, count=len(calls))
         try:
             for k in done:
@@ -125,7 +125,7 @@ class Workers:
         return len(done) == len(calls)
 
     def _listen(self) -> None:
-        """Check the heartbeat of each worker, and name one that has not answered in time."""
+        """Check the heartbeats of all workers; raises TrainingFailed if one is late."""
         cluster = self._config.cluster
         calls = {k: call for k, (call, *_) in enumerate(self._beats)}
         answered, now = self._actors.ended(calls, 0.0, len(calls)), self._clock.monotonic()
@@ -140,7 +140,7 @@ class Workers:
                 )
 
     def _result(self, worker: WorkerSpec, call: Call) -> Any:
-        """The result of a call that has ended, or the error that explains its failure."""
+        """The result of a call that has ended; raises the error that explains its failure."""
         try:
             return call.result()
         except Unanswered as failure:
@@ -153,7 +153,7 @@ class Workers:
         raise TrainingFailed(f"{worker.name} {error}; {self._advice(worker)}") from None
 
     def _dead(self) -> WorkerSpec | None:
-        """The dead worker; others notice its end in an exchange before Ray does."""
+        """The worker that was killed: others fail in an exchange with it before Ray notices."""
         ends = self._clock.monotonic() + _NOTICED_S
         while self._clock.monotonic() < ends:
             for worker, actor in zip(self.specs, self._started, strict=True):
@@ -185,7 +185,7 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
       plan: its device ``host/k`` is on the Ray node with the name (``ray start --node-name``) or
         the host name ``host``; None: no plan.
       there: the machines of the cluster.
-      count: workers.
+      count: number of workers.
 
     Raises:
       ConfigError: the plan names a machine that is not in the cluster.
@@ -205,9 +205,9 @@ class WorkerCheckpoints:
     """As `decent_jax.checkpoints.on_disk.Checkpointer`, but the workers write.
 
     Args:
-      workdir: of the run.
-      workers: of the run.
-      keep: number of checkpoints.
+      workdir: the run directory.
+      workers: the workers of the run.
+      keep: number of checkpoints to keep.
     """
 
     def __init__(self, workdir: Path, workers: Workers, keep: int):
@@ -221,7 +221,7 @@ class WorkerCheckpoints:
         return folders.steps(self.workdir / FOLDER)
 
     def newest(self, say: Callable[[str], object]) -> Json:
-        """The meta of the newest checkpoint that all workers could restore; or {}."""
+        """Restore the newest intact checkpoint in all workers; returns its meta, or {}."""
 
         def restore(checkpoint: Path, meta: Json) -> None:
             for why in self._workers.all("restore", checkpoint, meta):
@@ -243,12 +243,12 @@ class WorkerCheckpoints:
         self._save("save_model", BEST, step, meta, keep=1)
 
     def check(self) -> None:
-        """Finish a checkpoint, or raise its failure, once it is written."""
+        """Finish a checkpoint once it is written, or raise CheckpointError if that failed."""
         if self._writing is not None and self._workers.over(self._writing[0]):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until everything saved so far is on disk; CheckpointError if that fails."""
+        """Wait until everything saved so far is on disk; raises CheckpointError if that fails."""
         if self._writing is None:
             return
         (calls, draft, meta, keep), self._writing = self._writing, None
