@@ -1,13 +1,13 @@
 """Batches addressed by (step, replica), from any random-access source of records.
 
 The examples form one stream, the same for any number of replicas and processes: row j of replica r
-at step t is its example `t * batch_size + r * B + j`, where `B = batch_size // num_replicas`. So a
-resumed run seeks to its step instead of reading up to it, and the global batch of a step holds the
-same records in every layout.
+at step t is example `t * batch_size + r * B + j`, where `B = batch_size // num_replicas`. A resumed
+run therefore seeks to its step instead of reading up to it, and the global batch of a step holds
+the same records in every layout.
 
-With a partition there is one such stream per replica, over its own records: row j at step t is its
-example `t * B + j`. It does not depend on the placement of replicas on processes and devices, but
-a different number of replicas has a different partition.
+With a partition there is one such stream per replica, over the replica's own records: row j at step
+t is example `t * B + j`. The stream does not depend on the placement of replicas on processes and
+devices, but a different number of replicas has a different partition.
 
 A source may also form its own batches, in blocks of several shapes. Such a source has the
 methods `train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`,
@@ -33,12 +33,12 @@ from decent_jax.data.partition import Partition
 from decent_jax.ground.errors import DataError, unforeseen
 from decent_jax.ground.format import format_bytes
 
-_AT_ONCE = 256  # records that `all_records` stacks
+_AT_ONCE = 256  # records that `all_records` stacks at a time
 _MEMORY = "/dev/shm"  # through which readers pass their batches
 
 
 class Batches(Iterator[Any]):
-    """An iterator with threads or ``workers`` behind it; `close` (or `with`) stops them.
+    """An iterator over batches that threads or ``workers`` read; `close` (or `with`) stops them.
 
     `next` raises DataError if a batch cannot be read.
     """
@@ -62,7 +62,7 @@ class Batches(Iterator[Any]):
             self._iterator.close()
             self._iterator = None  # frees the shared memory of unconsumed batches
             if self._workers:
-                gc.collect()  # those that grain's threads hold
+                gc.collect()  # batches that grain's threads hold
 
     def __enter__(self) -> "Batches":
         return self
@@ -72,7 +72,7 @@ class Batches(Iterator[Any]):
 
 
 class Partitioned(NamedTuple):
-    """A source of which every replica has its own records; it forms no batches of its own."""
+    """A source whose records are divided among the replicas; it must not form its own batches."""
 
     source: Any
     partition: Partition
@@ -93,27 +93,27 @@ def train_batches(
 
     Each epoch visits every record once, in a new order; a batch may straddle two epochs. With a
     partition, each epoch of a replica visits every record of that replica once. If the source has
-    a method `of_epoch(index, epoch)`, that is the number of the record to read in place of `index`;
-    if it has a method `augment(record, generator)`, the batches hold its results; the random
-    numbers depend on the example's position in the stream alone, not on the process that reads it.
+    a method `of_epoch(index, epoch)`, it returns the number of the record to read in place of
+    `index`. If it has a method `augment(record, generator)`, the batches hold its results; the
+    random numbers depend only on the example's position in the stream, not on who reads it.
 
     Args:
       source: `len(source)` records, `source[i]` an array or a pytree of arrays of equal shapes
         (a grain `RandomAccessDataSource` such as `TokenWindows`), which all replicas share, or
-        `Partitioned`. Read from several threads.
-      seed: any integer >= 0; chooses the order.
+        `Partitioned`. Several threads read from it.
+      seed: any integer >= 0; determines the order.
       num_replicas: n, of the whole run.
       batch_size: records per step over all replicas, a multiple of `num_replicas`.
       replicas: (L,) the replicas of this process, in the order of the result; None means all.
       start_step: the step of the first batch; any value costs the same.
-      prefetch: batches read ahead, by as many threads, at most one per core; 0 reads in the
+      prefetch: batches to read ahead, in as many threads, at most one per core; 0 reads in the
         calling thread.
       workers: processes that read ahead instead of threads, for sources that compute much in
         Python; each produces whole batches. They are spawned, with a copy of the source.
 
     Returns:
-      An iterator of records stacked to shape (L, B, ...), for `TokenWindows` int32 of shape
-      (L, B, seq_len + 1).
+      An iterator over records stacked to shape (L, B, ...), such as int32 of shape
+      (L, B, seq_len + 1) for `TokenWindows`.
     """
     import grain  # imports jax, which the workers of `decent_jax.commands.prepare` do not need
 
@@ -140,8 +140,8 @@ def eval_batches(
     Arguments as for `train_batches`; `max_batches` > 0 stops after that many batches.
 
     Returns:
-      An iterator of `(records, weights)`: records stacked to shape (L, B, ...) and float32
-      weights of shape (L, B), 1 for a record and 0 for padding. All processes see the same number
+      An iterator over `(records, weights)`: records stacked to shape (L, B, ...), and float32
+      weights of shape (L, B), 1 for a record and 0 for padding. All processes get the same number
       of batches.
     """
     import grain
@@ -159,7 +159,7 @@ def eval_batches(
 
 
 class Numbers:
-    """The numbers of a source's records, as a source: batches of them have the same order."""
+    """A source of the numbers of another source's records, in batches of the same order."""
 
     def __init__(self, source: Any):
         self._source = source
@@ -174,16 +174,16 @@ class Numbers:
 
 
 def is_fixed(source: Any) -> bool:
-    """Whether a number always gives the same record; `augment` then draws nothing."""
+    """Whether a number always gives the same record, because `augment` draws nothing."""
     draws = hasattr(source, "augment") and not getattr(source, "fixed", False)
     return not draws and not hasattr(source, "train_blocks")
 
 
 def all_records(source: Any) -> Any:
-    """The records of all numbers of a source that `is_fixed`, stacked.
+    """The records of all numbers of a source that `is_fixed`, stacked: (numbers, ...).
 
     Raises:
-      DataError: one cannot be read.
+      DataError: a record cannot be read.
     """
     import grain
     import jax
@@ -194,7 +194,7 @@ def all_records(source: Any) -> Any:
 
 
 def bytes_of_all(source: Any) -> int:
-    """Bytes of `all_records`."""
+    """The bytes of `all_records`, from the first record."""
     import jax
 
     record = jax.tree.leaves(_reader(source)(0))
@@ -202,7 +202,7 @@ def bytes_of_all(source: Any) -> int:
 
 
 def _count(source: Any) -> int:
-    """Of its numbers; more than its records if `of_epoch` distinguishes views of a record."""
+    """The count of numbers, above that of records if `of_epoch` distinguishes views of a record."""
     return getattr(source, "numbers", len(source))
 
 
@@ -224,7 +224,7 @@ def train_rows(source: Any, *, seed: int, num_replicas: int, batch_size: int) ->
 
 
 def steps_per_epoch(source: Any, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
-    """Training steps until every record was read; the last may extend into the next epoch."""
+    """Training steps that read every record once; the last may extend into the next epoch."""
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed).steps
     return -(-len(source) // batch_size)
@@ -344,12 +344,12 @@ def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
 
 @contextlib.contextmanager
 def _failures_told(workers: int) -> Iterator[None]:
-    """DataError, with a sentence, where a batch cannot be read, for whatever reason."""
+    """A context that raises DataError, with one sentence, if a batch cannot be read."""
     try:
         yield
     except (DataError, StopIteration):
         raise
-    except Exception as error:  # of anybody's source
+    except Exception as error:  # a user's source may raise anything
         died = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
         code = int(died[1]) if died else 0
         if workers and (code == -signal.SIGBUS or getattr(error, "errno", 0) == errno.ENOSPC):

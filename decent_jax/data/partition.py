@@ -13,13 +13,13 @@ q ~ Dirichlet(alpha * p / sum(p**2)), which for K equally large classes is Diric
 alpha): the alpha of Acar et al. (2021, arXiv:2111.04263) and, in the spread of a class over
 replicas, of Lin et al. (2021, arXiv:2102.04761) and later papers that compare with them. The alpha
 of Hsu et al. is the sum of the pseudo-counts, K times as large. Dividing by sum(p**2) instead of
-multiplying by K gives many tiny classes as little weight in alpha as they have in the data. With
-mean p, `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1, one class per replica, for
-alpha -> 0, and sum(p**2), a copy of the whole, for alpha -> infinity. That is the distribution of
-the draws; the result is milder for a small alpha, because all records are assigned and classes run
-out. Publish the output of `Partition.report`, not only alpha.
+multiplying by K gives many tiny classes as little weight in alpha as they have in the data. The
+mean of q is p, and `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1, one class per replica,
+for alpha -> 0, and sum(p**2), a copy of the whole, for alpha -> infinity. This describes the draws.
+The partition is milder for a small alpha, because all records are assigned and classes run out.
+Publish the output of `Partition.report`, not only alpha.
 
-With a different number of replicas, the partition is drawn again.
+For a different number of replicas, the partition is drawn again.
 """
 
 import dataclasses
@@ -51,22 +51,23 @@ class Partition:
 
     @property
     def num_replicas(self) -> int:
-        """n."""
+        """The number of replicas, n."""
         return len(self.owned)
 
     @property
     def records_per_replica(self) -> int:
-        """N // n."""
+        """The number of records that each replica owns, N // n."""
         return self.owned.shape[1]
 
     def records(self, replica: int) -> np.ndarray:
-        """(N // n,) int64, ascending: the indices of the records of `replica`."""
+        """The indices of the records of `replica`, (N // n,) int64, ascending."""
         return self.owned[replica]
 
     def total_variation(self) -> float:
-        """Mean total variation, from 0 to 1, of a replica's labels from the whole's.
+        """The mean total variation, 0 to 1, between a replica's labels and those of the whole.
 
-        Half the sum of absolute differences: the share of its records that would have to change.
+        It is half the sum of absolute differences: the share of the replica's records that would
+        have to change.
         """
         shares = self.counts / self.records_per_replica
         whole = self.class_sizes / self.class_sizes.sum()
@@ -82,7 +83,7 @@ class Partition:
         }
 
     def report(self) -> str:
-        """A readable summary."""
+        """The partition in two lines of text, for people."""
         return (
             f"data.partition dirichlet, alpha {self.alpha:g}, over {len(self.class_names)} classes:"
             f" {self.num_replicas} replicas with {self.records_per_replica:,} records each;\nmean"
@@ -105,7 +106,7 @@ def dirichlet(
       num_replicas: n, at most N.
       alpha: above 0; if small, each replica has few classes; if large, all have the same mixture.
       seed: any integer >= 0; the same arguments give the same partition.
-      class_names: for reports, the name of label k at k; None means the labels themselves.
+      class_names: the name of label k at index k, for reports; None means the labels themselves.
 
     Example:
       >>> partition = dirichlet(np.arange(1000) % 10, 4, alpha=0.1, seed=0)
@@ -128,14 +129,14 @@ def dirichlet(
 def for_run(
     source: Any, *, num_replicas: int, batch_size: int, alpha: float, seed: int
 ) -> Partition:
-    """The partition of a run's training records, by `source.labels`.
+    """The partition of a run's training records by `source.labels`; see `dirichlet`.
 
     Args:
       source: records with `labels`, (N,) integers, and perhaps `class_names`.
       batch_size: records per step over all replicas.
 
     Raises:
-      DataError: no labels, only one class, or less than a batch of records for each replica.
+      DataError: no labels, a single class, or fewer records per replica than its batch has.
     """
     if not hasattr(source, "labels"):
         raise DataError(
@@ -147,8 +148,8 @@ def for_run(
     if labels.min() == labels.max():
         name = f" ({class_names[labels[0]]})" if class_names is not None else ""
         raise DataError(
-            f"data.partition 'dirichlet' needs records of at least two classes, all {len(labels)}"
-            f" have the same{name}; set data.partition to 'iid'"
+            f"data.partition 'dirichlet' needs records of at least two classes, but all"
+            f" {len(labels)} have the same class{name}; set data.partition to 'iid'"
         )
     own, batch = len(labels) // num_replicas, batch_size // num_replicas
     if own < batch:
@@ -163,7 +164,7 @@ def for_run(
 def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) -> np.ndarray:
     """(n, K): logarithms of n draws of Dirichlet(alpha * prior / sum(prior**2)), up to a constant.
 
-    Normalized Gamma variables are a Dirichlet draw; for the small pseudo-counts of a small alpha
+    Normalized Gamma variables are a Dirichlet draw. For the small pseudo-counts of a small alpha
     they underflow, so log Gamma(a) is drawn as log Gamma(a + 1) + log(U) / a.
     """
     counts = max(alpha, 1e-250) * prior / (prior**2).sum()  # so that the division stays finite
@@ -174,8 +175,8 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
     """(n, K) int64: how many records of each class a replica takes, `each` in all.
 
-    Equal in distribution to drawing one record at a time in random order, redrawing if a class is
-    exhausted.
+    This has the same distribution as drawing one record at a time in random order, and redrawing if
+    a class is exhausted.
     """
     counts = np.zeros(log_mixtures.shape, np.int64)
     need, left = np.full(len(counts), each), sizes.astype(np.int64)
@@ -184,7 +185,7 @@ def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -
         logs = log_mixtures[np.ix_(rows, has)]
         weights = np.exp(logs - logs.max(axis=1, keepdims=True))
         taken = random.multinomial(need[rows], weights / weights.sum(axis=1, keepdims=True))
-        for k in np.flatnonzero(taken.sum(axis=0) > left[has]):  # each wish has the same chance
+        for k in np.flatnonzero(taken.sum(axis=0) > left[has]):  # each draw has the same chance
             taken[:, k] = random.multivariate_hypergeometric(
                 taken[:, k], left[has[k]], method="marginals"
             )

@@ -1,4 +1,4 @@
-"""Prepared folders: their manifests, and writing one that appears by a single rename."""
+"""Prepared folders: their manifests, and writers whose folders appear by a single rename."""
 
 import contextlib
 import glob
@@ -22,7 +22,7 @@ from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import Json, read_json, write_atomic
 
 _LOCK = "owner.lock"
-_PART_BYTES, _PARTS = 1 << 16, 1024  # of files too large to be read at every start
+_PART_BYTES, _PARTS = 1 << 16, 1024  # read of files that are too large to read at every start
 LISTED_FILES = 1000  # a manifest names at most this many inputs
 
 
@@ -30,24 +30,24 @@ class Kind(NamedTuple):
     """A kind of prepared folder."""
 
     command: str  # written by `decent-jax prepare COMMAND`
-    format: str  # entry `format` of its manifest, with a version
+    format: str  # the entry `format` of its manifest, with a version
 
 
 def read_manifest(folder: str | Path, kind: Kind) -> Json:
-    """The manifest of a prepared folder; DataError if there is none or it is of another kind."""
+    """The manifest of a prepared folder; DataError if it is missing or of another kind."""
     path = Path(folder) / "manifest.json"
     make = f"`decent-jax prepare {kind.command}`"
     try:
         manifest = read_json(path, "not readable as JSON; prepare the folder again")
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{folder}: no manifest.json, so this is no prepared folder; make one with {make}"
+            f"{folder}: has no manifest.json, so it is no prepared folder; make one with {make}"
         ) from None
     stored = manifest.get("format") if isinstance(manifest, dict) else None
     if stored != kind.format:
         raise DataError(
-            f"{path}: the format is {stored!r}, expected {kind.format!r}; give a folder that {make}"
-            " of this version made"
+            f"{path}: the format is {stored!r}, expected {kind.format!r}; give a folder made by"
+            f" {make} of this version"
         )
     return manifest
 
@@ -58,7 +58,7 @@ def is_whole(folder: str | Path, kind: Kind) -> bool:
         entries = objects_within(read_manifest(folder, kind))
         files = [(x["file"], x["sha256"]) for x in entries if "file" in x and "sha256" in x]
         return all(sha256_file(Path(folder) / name) == sha256 for name, sha256 in files)
-    except (DataError, OSError, TypeError):  # a name may be anything
+    except (DataError, OSError, TypeError):  # the entry of a name may be anything
         return False
 
 
@@ -66,8 +66,8 @@ def find_or_make(out: Path, find: Callable[[], Json | None], make: Callable[[boo
     """The manifest returned by `find` or, if that is None, by `make`.
 
     Several processes may do this at the same time: one folder wins, and all return its manifest.
-    The argument of `make` is whether it may replace `out`: it may not if a folder has appeared
-    since `find`, because another process is about to read it.
+    The argument of `make` is whether it may replace `out`. It may not if a folder has appeared
+    since `find`, because another process is about to read that folder.
     """
     replaceable = out.exists()
     if (manifest := find()) is not None:
@@ -81,7 +81,7 @@ def find_or_make(out: Path, find: Callable[[], Json | None], make: Callable[[boo
 
 
 def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
-    """DataError unless `out` is missing, empty, or a folder of this kind to be replaced."""
+    """Raises DataError unless `out` is missing, empty, or a folder of this kind to be replaced."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():
@@ -105,16 +105,17 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
 class Draft:
     """A hidden sibling of `out`, `.NAME.tmp-...`, that becomes `out` by `publish`.
 
-    A file lock shows other processes that this one is alive. Leaving the `with` removes the draft
-    unless it was published; entering it removes drafts of killed runs, whose locks are free.
+    A file lock shows other processes that this one is alive. Creating a draft removes those of
+    killed runs, whose locks are free; leaving the `with` removes the draft itself, unless it was
+    published.
 
     Args:
       out: the folder to create.
-      kind: of the folder.
-      overwrite: replace a folder of this kind at `out`.
+      kind: the folder's kind.
+      overwrite: whether to replace a folder of this kind at `out`.
 
     Attributes:
-      folder: where the files are written.
+      folder: the folder into which the files are written.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.
@@ -134,7 +135,7 @@ class Draft:
             raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
 
     def append(self, name: str, data: bytes) -> None:
-        """Appends to a file."""
+        """Appends bytes to the file of this name."""
         if name not in self._files:
             self._files[name] = open(self.folder / name, "wb")  # noqa: SIM115
         self._files[name].write(data)
@@ -149,11 +150,11 @@ class Draft:
         """Adds `manifest.json` and renames the folder into place; returns the manifest.
 
         Args:
-          entries: of the manifest, besides its format, its files and the versions.
-          packages: whose versions it records.
+          entries: the entries of the manifest besides its format, its files and the versions.
+          packages: the packages whose versions it records.
 
         Raises:
-          DataError: another folder appeared at `out` that may not be replaced.
+          DataError: a folder that may not be replaced has appeared at `out`.
         """
         for name, file in self._files.items():
             if not file.closed:
@@ -166,7 +167,7 @@ class Draft:
             "versions": _versions(*packages),
         }
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        # the name of a file that is not UTF-8 becomes the escape that JSON has for it
+        # a file name that is not UTF-8 is written with JSON's escapes
         write_atomic(self.folder / "manifest.json", text.encode(errors="backslashreplace"))
         self._move_into_place()
         # last, so that no other run mistakes the folder for a dead run's draft
@@ -215,7 +216,7 @@ def recorded(path: Path) -> Json:
 
 
 def checksum(paths: Sequence[Path]) -> int:
-    """A checksum of files: of all bytes up to 64 MiB, else of 1,024 parts spread over all."""
+    """A checksum of files: of all bytes up to 64 MiB, else of 1,024 parts spread over them."""
     step = max(_PART_BYTES, sum(os.path.getsize(path) for path in paths) // _PARTS)
     sums = 0
     for path in paths:
@@ -228,12 +229,12 @@ def checksum(paths: Sequence[Path]) -> int:
 
 
 def check_size(path: Path, wanted: int) -> None:
-    """DataError if a file of a prepared folder does not have the size in its manifest."""
+    """Raises DataError if a file of a prepared folder does not have the size in its manifest."""
     with one_sentence(path):
         size = path.stat().st_size
     if size != wanted:
         raise DataError(
-            f"{path}: has {size} bytes, its manifest says {wanted}; prepare the data again"
+            f"{path}: has {size} bytes, but {wanted} in its manifest; prepare the data again"
         )
 
 
@@ -248,7 +249,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Removes the drafts of `out` from dead runs, and partially removed ones."""
+    """Removes the drafts of `out` that dead runs have left, and what is left of removed ones."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-{'[0-9a-f]' * 12}"):
         with contextlib.suppress(FileNotFoundError), open(folder / _LOCK, "r+b") as lock:
             if not _flock(lock):
@@ -257,7 +258,7 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def _make_locked(out: Path) -> tuple[Path, IO[bytes]]:
-    """A new draft and its lock, which is acquired before the draft gets its name."""
+    """A new draft and its lock, acquired before the draft gets its final hidden name."""
     hidden = _sibling(out, "new")
     hidden.mkdir()
     lock = open(hidden / _LOCK, "wb")  # noqa: SIM115

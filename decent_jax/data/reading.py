@@ -1,4 +1,4 @@
-"""Reads files as bytes, and turns whatever goes wrong into one sentence."""
+"""Reads files as bytes, and reports every failure in one sentence."""
 
 import bz2
 import contextlib
@@ -26,7 +26,7 @@ def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
 def files_below(
     folder: str | Path, reads: Callable[[str], object], left_out: Counter[str]
 ) -> Iterator[str]:
-    """The files of a folder and its subfolders whose names ``reads`` accepts.
+    """The files in a folder and its subfolders whose names ``reads`` accepts.
 
     Links are followed, and each real folder is read once. Other files are counted in ``left_out``,
     by `kind_of`.
@@ -60,7 +60,7 @@ def files_below(
 
 
 def kind_of(name: str) -> str:
-    """The kind of a file that is not read, for counting: mostly its suffix.
+    """The kind of a file that is not read, usually its suffix, for counts.
 
     >>> [kind_of(name) for name in ("a.CSV", "b.c.json.bz2", "README", ".DS_Store")]
     ['.csv', '.json.bz2', 'without a suffix', 'hidden']
@@ -74,7 +74,7 @@ def kind_of(name: str) -> str:
 
 
 def counted(left_out: dict[str, int]) -> str:
-    """Counts of kinds in words, the largest first.
+    """The counts of kinds in words, the largest first.
 
     >>> counted({".csv": 1, ".bz2": 3})
     '3 .bz2, 1 .csv'
@@ -86,7 +86,7 @@ def counted(left_out: dict[str, int]) -> str:
 
 @contextlib.contextmanager
 def one_sentence(place: str | Path) -> Iterator[None]:
-    """Context that turns what reading a file raises into a DataError naming `place`."""
+    """A context that turns errors of reading a file into a DataError that names `place`."""
     try:
         yield
     except EOFError:
@@ -102,7 +102,7 @@ def one_sentence(place: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def entries_of(path: str | Path, otherwise: str) -> Iterator[None]:
-    """Context that looks up entries of a JSON file: DataError where one is missing or absurd."""
+    """A context for entries of a JSON file: DataError, `otherwise`, if one is missing or absurd."""
     try:
         yield
     except DataError:
@@ -112,7 +112,7 @@ def entries_of(path: str | Path, otherwise: str) -> Iterator[None]:
 
 
 def objects_within(tree: object) -> Iterator[Json]:
-    """The objects within what a JSON file holds, the outermost first."""
+    """The objects within the content of a JSON file, the outermost first."""
     if isinstance(tree, dict):
         yield tree
         tree = list(tree.values())
@@ -120,14 +120,14 @@ def objects_within(tree: object) -> Iterator[Json]:
         yield from objects_within(inner)
 
 
-PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # what `opened` reads, by the end of a file's name
+PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # the endings of names that `opened` unpacks
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """`with opened(path) as (file, raw)`: the bytes, decompressed by the name, and the file itself.
+    """`with opened(path) as (file, raw)`: the content, unpacked by its suffix, and the file itself.
 
-    pyarrow, of the extra ``text``, decompresses .zst.
+    .zst needs pyarrow, of the extra ``text``.
     """
     with open(path, "rb") as raw:
         if (open_packed := _OPEN.get(path.suffix.lower())) is None:
@@ -171,10 +171,10 @@ def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
 
 
 def read_line(file: IO[bytes], most: int, place: str) -> bytes:
-    """The next line with its end, empty after the last; DataError if it is longer than `most`."""
+    """The next line with its end, empty after the last; DataError if it exceeds `most` bytes."""
     line = file.readline(most + 1)
     if len(line) > most:
-        raise DataError(f"{place}: is longer than {format_bytes(most)}; split it or take it out")
+        raise DataError(f"{place}: is longer than {format_bytes(most)}; split it or remove it")
     return line
 
 

@@ -1,1 +1,1 @@
-"""Common to all rooms: errors, formats, files, config fields, progress."""
+"""What all rooms share: errors, formats, files, config fields, progress."""

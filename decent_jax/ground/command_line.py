@@ -1,4 +1,4 @@
-"""Shared by the commands: flags, refusals, config names, and protection of files."""
+"""What the commands share: flags, refusals, names of configs, and protection of files."""
 
 import argparse
 import functools
@@ -16,7 +16,7 @@ from decent_jax.ground.json_files import check_regular
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError for a wrong flag; a command then refuses it in one short sentence."""
+    """A parser that raises ConfigError for a wrong flag, which `command` reports in a sentence."""
 
     def __init__(self, prog: str, **options):
         form = argparse.RawDescriptionHelpFormatter
@@ -24,14 +24,14 @@ class Parser(argparse.ArgumentParser):
         self._fields: dict[str, Any] = {}
 
     def add_fields(self, table: Mapping[str, Any]) -> None:
-        """Add a flag for each `decent_jax.ground.fields.Field`, which checks its value."""
+        """Adds a flag for each `decent_jax.ground.fields.Field`, which checks its value."""
         self._fields |= table
         for name, field in table.items():
             kind, about = type(field.default), f"{field.doc} (default: {field.default})"
             self.add_argument(f"--{name}", type=kind, default=field.default, help=about)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in `argparse`; raises ConfigError for a value out of bounds."""
+        """As in `argparse`, but raises ConfigError for a value out of bounds."""
         known, rest = super().parse_known_args(args, namespace)
         for name, field in self._fields.items():
             field.check(f"--{name}", getattr(known, name))
@@ -70,7 +70,7 @@ def model_parser(name: str, description: str | None) -> Parser:
     """A parser with the flags that choose a model in `sample`, `export` and `translate`."""
     parser = Parser(prog=f"decent-jax {name}", description=description)
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
-    which = "consensus of the newest checkpoint (default), or that with the best validation loss"
+    which = "the newest checkpoint (default), or the one with the best validation loss"
     parser.add_argument("--which", choices=("last", "best"), default="last", help=which)
     return parser
 
@@ -88,10 +88,10 @@ CONFIGS = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))} if _FOLDER 
 def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
     """One name of each kind, from the ``arguments`` of a config file's `get_config`.
 
-    They may come in any order; the default of a kind is its first name.
+    The names may come in any order; a kind that is missing gets its first name.
 
     Raises:
-      ConfigError: a name is of no kind, or two names are of the same kind.
+      ConfigError: a name belongs to no kind, or two names belong to one kind.
 
     >>> chosen("runlocal,ring", ("complete", "ring"), ("", "runlocal"))
     ['ring', 'runlocal']
@@ -110,11 +110,11 @@ def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
 def output_file(text: str, endings: Sequence[str] = ()) -> Path:
     """The ``type`` of a flag: a writable file in an existing folder.
 
-    Checked when the flags are parsed, not after the work.
+    It is checked when the flags are parsed, not after the work.
 
     Args:
       text: the path.
-      endings: of its name, such as ``(".json",)``; none: any.
+      endings: the allowed endings of its name, such as ``(".json",)``; none: any ending.
     """
     path = Path(text)
     if endings and path.suffix.lower() not in endings:
@@ -126,7 +126,7 @@ def output_file(text: str, endings: Sequence[str] = ()) -> Path:
             pass
     except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"cannot write {text!r}: the folder {str(path.parent)!r} takes no files "
+            f"cannot write {text!r}: no file can be created in the folder {str(path.parent)!r} "
             f"({error.strerror}); make it, or name another"
         ) from None
     return path
@@ -139,16 +139,16 @@ _OURS = re.compile(rb"(\{|\x89PNG|%PDF|<\?xml|<!doctype html>).*" + MARK.encode(
 
 
 def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OURS) -> None:
-    """Raises ConfigError if ``path`` is anything but a file written by this package.
+    """Raises ConfigError if ``path`` exists and is not a file written by this package.
 
     Args:
-      path: of the file in ``flag``.
+      path: the path in ``flag``.
       flag: for the message, such as ``"--out"``.
-      ours: pattern for the first bytes of such a file.
+      ours: pattern for the first bytes of a file of this package.
     """
     path = Path(path)
     if path.is_dir():
-        raise ConfigError.about(flag, path, "must be a file and no folder")
+        raise ConfigError.about(flag, path, "must be a file, not a folder")
     if not os.path.lexists(path):
         return
     try:
@@ -164,15 +164,15 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
 def check_removable(
     folder: Path, ours: re.Pattern[str], error: type[Exception] = ConfigError
 ) -> None:
-    """Raises ``error`` if a folder that will be removed holds more than our own files.
+    """Raises ``error`` if a folder that will be removed holds more than files of this package.
 
     Args:
       folder: an existing folder.
-      ours: the names of our files in it, and of our folders with a trailing "/".
+      ours: pattern for the names of such files, and of such folders with a trailing "/".
       error: ConfigError or DataError.
     """
     for path in sorted(folder.iterdir()):
         if not ours.fullmatch(path.name + "/" * path.is_dir()):
             raise error(
-                f"{path}: was not made by this package, and would be lost; move it elsewhere"
+                f"{path}: was not made by this package and would be lost; move it elsewhere"
             )

@@ -1,11 +1,11 @@
-"""Connections between the processes of one run, at ports that anybody may reach.
+"""Connections between the processes of a run, over ports that anybody can reach.
 
 Both sides first prove, with the handshake of `multiprocessing`, that they know the run's secret,
-and interpret nothing before that. Unauthenticated connections are limited in number and time.
+and interpret no data before that. Unauthenticated connections are limited in number and time.
 A message is a header (JSON) and arrays as raw buffers, so nothing is unpickled.
 
-Ray actors use them too: as arguments of concurrent calls to an actor, messages would share its link
-and all arrive late, instead of the first one early.
+Ray actors use these connections too: messages passed as arguments of concurrent calls to an actor
+would share its link, so that all of them arrive late instead of the first one early.
 """
 
 import contextlib
@@ -26,22 +26,22 @@ from decent_jax.ground.pytree import PyTree
 Address = tuple[str, int]  # IP address and port
 
 HANDSHAKE_S = 10.0  # for both proofs together
-GUESTS = 200  # unauthenticated connections; beyond, the oldest is closed
+GUESTS = 200  # unauthenticated connections; if there are more, the oldest is closed
 LARGEST_HEADER = 1 << 20  # bytes
 _TICK_S = 0.1
 
 
 class Listener:
-    """Accepts connections and hands on those that belong to the run.
+    """Accepts connections and passes those that belong to the run to ``serve``.
 
     Args:
       server: a socket that listens; `close` closes it.
-      secret: the other side must know it.
+      secret: the run's secret, which the other side must know.
       serve: called with each connection and its IP address, after the handshake, in a separate
         thread; it closes the connection.
       left_out: called with the IP address of each rejected client.
       handshake_s: seconds for the handshake.
-      guests: connections in a handshake at the same time; above that, the oldest is closed.
+      guests: the most connections in a handshake at a time; one more closes the oldest.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Free the port, and close all unauthenticated connections."""
+        """Frees the port and closes all unauthenticated connections."""
         self._closed = True
         _hang_up(self._server)  # wakes the thread
         self._thread.join()
@@ -118,11 +118,11 @@ class Listener:
 def listen(
     host: str, secret: bytes, serve: Callable[[Connection], None]
 ) -> tuple[Listener, Address]:
-    """Accept connections from clients that know the secret, at a free port of this machine.
+    """A listener at a free port of this machine, for clients that know the secret; its address.
 
     Args:
-      host: IP address of this machine.
-      serve: called with each connection in a separate thread, until either side closes it.
+      host: an IP address of this machine.
+      serve: called with each connection in a separate thread; the connection is closed after it.
     """
 
     def serve_until_the_end(connection: Connection, _: str) -> None:
@@ -143,7 +143,7 @@ def free_port() -> int:
 
 
 def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:
-    """A connection to the `Listener` at an address, and to its machine, each within ``seconds``.
+    """A connection to the `Listener` at an address; it and the handshake may take ``seconds`` each.
 
     Raises:
       OSError: nothing listens there.
@@ -154,13 +154,13 @@ def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Co
 
 
 def prove(link: socket.socket, secret: bytes, handshake_s: float = HANDSHAKE_S) -> Connection:
-    """The connection to a `Listener` that ``link`` has reached, after the handshake.
+    """A connection over ``link``, which has reached a `Listener`, after the handshake.
 
     Raises:
       AuthenticationError: the other side does not know the secret, or disconnected.
     """
     link.settimeout(None)
-    # Send the end of a message without waiting for an acknowledgement of its start.
+    # The end of a message is sent without waiting for an acknowledgement of its start.
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return _handshake(link, secret, handshake_s, answer_challenge, deliver_challenge)
 
@@ -181,7 +181,7 @@ def _handshake(
 
 @contextlib.contextmanager
 def within(seconds: float, connection: Connection) -> Iterator[None]:
-    """Close the connection if this context lasts longer; readers then see its end."""
+    """A context that closes the connection if it lasts longer; readers then see an end of file."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         timer = threading.Timer(seconds, _hang_up, (link,))
         timer.daemon = True
@@ -193,7 +193,7 @@ def within(seconds: float, connection: Connection) -> Iterator[None]:
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Let the thread that reads from a connection see its end."""
+    """Ends a connection, so that the thread that reads from it sees an end of file."""
     with contextlib.suppress(OSError):  # the other side was faster
         link.shutdown(socket.SHUT_RDWR)
 
@@ -206,7 +206,7 @@ class NoMessage(OSError):
 
 
 def send(connection: Connection, header: object, value: PyTree = None) -> None:
-    """Send a JSON header and a value: None or arrays, in tuples, lists and dicts.
+    """Sends a JSON header and a value: None or arrays, in tuples, lists and dicts.
 
     Raises:
       OSError: the other side is gone.
@@ -223,7 +223,7 @@ def receive(connection: Connection) -> tuple[Any, PyTree]:
     """The header and the value of the next message; lists arrive as tuples, arrays are read-only.
 
     Raises:
-      EOFError, OSError: the other side is gone, or sends more than it announces.
+      EOFError, OSError: the other side is gone, or has sent more than it announced.
       NoMessage: the data is not a message.
     """
     arrays = []
@@ -235,11 +235,11 @@ def receive(connection: Connection) -> tuple[Any, PyTree]:
             arrays.append(np.frombuffer(data, dtype).reshape(shape))
         return header, _value(form, arrays)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise NoMessage(f"no message of this program: {type(error).__name__}") from None
+        raise NoMessage(f"not a message of this program: {type(error).__name__}") from None
 
 
 def _form(value: PyTree, arrays: list[np.ndarray]) -> PyTree:
-    """The value with each array replaced by its index in ``arrays``, to which it is added."""
+    """The value with arrays replaced by their indices in ``arrays``, to which they are added."""
     if value is None:
         return None
     if isinstance(value, dict):
@@ -251,7 +251,7 @@ def _form(value: PyTree, arrays: list[np.ndarray]) -> PyTree:
 
 
 def _value(form: PyTree, arrays: list[np.ndarray]) -> PyTree:
-    """The value of a form."""
+    """The value of a form that `_form` returned."""
     if isinstance(form, dict):
         return {key: _value(item, arrays) for key, item in form.items()}
     if isinstance(form, list):

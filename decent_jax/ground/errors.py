@@ -15,14 +15,14 @@ from decent_jax.ground.format import printable, shorten, shown
 
 
 class Foreseen(Exception):
-    """An error that a command reports by its message alone, and ends with its ``code``."""
+    """An error that a command reports by its message alone, before it exits with ``code``."""
 
     longest = 600  # characters: messages about files contain paths and library errors
-    code = 1  # with which a command ends
+    code = 1  # the exit code of a command
 
     def __init__(self, message: object = ""):
         line, short = printable(" ".join(str(message).splitlines())), self.longest // 5
-        while len(line) > self.longest:  # what was expected, and the remedy, are in short words
+        while len(line) > self.longest:  # the requirement and the remedy consist of short words
             word = max(line.split(" "), key=len)
             if len(word) <= short:
                 break
@@ -35,12 +35,12 @@ class ConfigError(Foreseen, ValueError):
     """A config that cannot be run; the message is one sentence with the reason and the remedy.
 
     Args:
-      message: the sentence, which names the field and the value itself.
+      message: the sentence, with field and value.
       field: as the user writes it: ``"model.width"``, ``"--out"``.
       value: the value received.
     """
 
-    longest = 276  # with the name of the command before them at most 300
+    longest = 276  # at most 300 with the name of the command
     code = 2
 
     def __init__(self, message: object = "", *, field: str = "", value: object = None):
@@ -82,7 +82,7 @@ PEER_LOST = 75  # exit code (EX_TEMPFAIL): another process was lost; run the sam
 
 
 class PeerLost(Foreseen, RuntimeError):
-    """An exchange with other processes failed; if the lost one is known, the process exits."""
+    """An exchange with other processes failed; if it is known which one is lost, this one exits."""
 
     code = PEER_LOST
 
@@ -90,8 +90,8 @@ class PeerLost(Foreseen, RuntimeError):
 def unforeseen(error: BaseException) -> str:
     """A sentence about an unexpected error, such as one in a user's task.
 
-    It names the line that raised it (in a file outside of packages, if there is one) and the file
-    with the traceback.
+    It names the last line in the user's own files (or, if there is none, in a package's) and the
+    file with the traceback.
     """
     frames = traceback.extract_tb(error.__traceback__) or [traceback.FrameSummary("?", 0, "?")]
     own = [frame for frame in frames if "site-packages" not in frame.filename]

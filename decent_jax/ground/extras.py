@@ -1,4 +1,4 @@
-"""Packages and modules by name: from pip extras, and from configs."""
+"""Packages of pip extras, and modules that configs name."""
 
 import importlib
 import importlib.metadata
@@ -17,10 +17,10 @@ class Unavailable(ImportError):
 
 
 def need_system(what: str, *systems: str) -> None:
-    """Check that this is one of these systems, before the first import of a specific module.
+    """Checks that this is one of these systems, before a module is imported that only they have.
 
     Args:
-      what: the feature that needs them.
+      what: the feature that needs such a system.
       systems: names from `platform.system`.
 
     Raises:
@@ -35,14 +35,14 @@ def need_system(what: str, *systems: str) -> None:
 
 
 def need(extra: str, *packages: str) -> None:
-    """Check for packages that ``pip install decent_jax`` does not install, before importing them.
+    """Checks for packages that ``pip install decent_jax`` does not install, before their import.
 
     Args:
-      extra: of pyproject.toml, which lists the packages.
+      extra: the extra in pyproject.toml that lists the packages.
       packages: their top-level names; nothing is imported.
 
     Raises:
-      Unavailable: naming those that are not installed.
+      Unavailable: some are not installed; the message names them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -61,7 +61,7 @@ def version(package: str) -> str:
 
 
 def module_named(path: str, field: str) -> ModuleType:
-    """Imports the module ``path`` from a config field.
+    """Imports the module whose dotted path a config ``field`` holds.
 
     Raises:
       ConfigError: there is no such module, or its import fails.

@@ -32,9 +32,9 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import Json
 
-# The largest value of a field that has no bound of its own.
+# The largest value of a field without ``at_most``.
 LARGEST: dict[type, int | float] = {int: 2**31 - 1, float: 1e15}
-_SMALLEST = 1.2e-38  # which float32 distinguishes from 0
+_SMALLEST = 1.2e-38  # the smallest normal float32; smaller numbers may count as 0
 _NOT_TOO_SMALL = f"be 0, or at least {_SMALLEST} in size, as float32 holds it"
 _LONGEST_TEXT = 4096  # characters; the longest path of file systems
 
@@ -44,7 +44,7 @@ class Field:
     """One field of a config.
 
     Attributes:
-      default: the value if it is not set; its type is the field's type.
+      default: the value if none is set; its type is the field's type.
       doc: meaning and unit, in one line.
       at_least: smallest value; None: no bound.
       at_most: largest value; None: `LARGEST` of the type.
@@ -84,7 +84,7 @@ class Field:
             raise ConfigError.about(name, value, f"must {wanted}")
 
     def aside(self) -> str:
-        """Its bounds, and whether a resumed run may change it, as text; "" for neither."""
+        """The field's bounds, and whether a resumed run may change it, as text; "" for neither."""
         bounds = [("at least", self.at_least), ("at most", self.at_most)]
         bounds += [("above", self.above), ("below", self.below)]
         words = [f"{label} {bound:,}" for label, bound in bounds if bound is not None]
@@ -136,18 +136,18 @@ def section(kind: type) -> Any:
 
 
 def dtype_of_activations(doc: str) -> Any:
-    """The type of a model's activations."""
+    """A setting for the type of a model's activations."""
     kinds = ("bfloat16", "float16", "float32", "float64")
     return setting("bfloat16", f"type {doc}", choices=kinds)
 
 
 def size_of_preset(doc: str, at_most: int = 2**16) -> Any:
-    """A size of a model; 0, its default, is that of the preset."""
+    """A setting for a size of a model; 0, its default, means the preset's size."""
     return setting(0, f"{doc}; 0: the preset's", at_least=0, at_most=at_most)
 
 
 def table(kind: type, prefix: str = "") -> dict[str, Field]:
-    """Every field of a section and of the sections in it, by its dotted name."""
+    """The fields of a section and of the sections in it, by their dotted names."""
     fields: dict[str, Field] = {}
     for item in dataclasses.fields(kind):
         inner = item.metadata.get("section")
@@ -190,10 +190,10 @@ def defaults(table: Mapping[str, Field]) -> ConfigDict:
 
 
 def check(table: Mapping[str, Field], values: Json) -> None:
-    """Check flat ``values`` against a table: the same names, and every value within bounds.
+    """Checks flat ``values`` against a table: the same names, and every value within bounds.
 
     Raises:
-      ConfigError: naming the field, its value and what was expected.
+      ConfigError: with the field, its value and what was expected.
     """
     for name, value in values.items():
         if name not in table:
@@ -228,7 +228,7 @@ def parse(field: Field, name: str, text: str) -> Any:
 
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
-    """The error message for an unknown field."""
+    """The error message for the unknown field ``name``, with a similar known field."""
     own = [other for other in known if other.startswith(f"{name}.")]
     if own:
         return f"{shown(name)} is a section of the config; set one of its fields, as {own[0]!r}"
@@ -238,7 +238,7 @@ def unknown_field(name: str, known: Iterable[str]) -> str:
 
 
 def parse_duration(name: str, value: object) -> tuple[float, str]:
-    """(number, unit) of a duration; the unit is "step", "epoch" or "%"."""
+    """(number, unit) of a duration, with the unit "step", "epoch" or "%"; ConfigError otherwise."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         number, unit = value, "step"
     else:
@@ -263,7 +263,7 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
 
 
 def check_rules(config: object, *rules: tuple[object, str, str]) -> None:
-    """Check that fields are compatible: each rule is ``(holds, field, requirement)``.
+    """Checks that fields are compatible: each rule is ``(holds, field, requirement)``.
 
     Raises:
       ConfigError: about the first field whose rule does not hold.
@@ -274,10 +274,10 @@ def check_rules(config: object, *rules: tuple[object, str, str]) -> None:
 
 
 def check_allowed(config: Any, allowed: Mapping[str, Sequence[object]]) -> None:
-    """Check that fields have values, {field: values}, that the config's ``trainer`` supports.
+    """Checks that fields have values, {field: values}, that the config's ``trainer`` supports.
 
     Raises:
-      ConfigError: naming the first unsupported value.
+      ConfigError: about the first unsupported value.
     """
     for name, wanted in allowed.items():
         words = f"must be {' or '.join(map(repr, wanted))} with trainer={config.trainer}"

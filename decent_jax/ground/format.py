@@ -22,7 +22,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """A number of bytes in megabytes, or in gigabytes from a thousand megabytes on.
+    """A number of bytes in MB, GB or TB.
 
     >>> format_bytes(674_000), format_bytes(1.99e9), format_bytes(1e12)
     ('0.674 MB', '1.99 GB', '1.00 TB')
@@ -62,7 +62,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: its ``repr``, without the middle of a long one.
+    """A value as a message shows it: its ``repr``, without its middle if that is long.
 
     >>> len(shown("x" * 5000)), shown(0.5)
     (60, '0.5')
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def name_all(processes: list[int], hosts: list[str]) -> str:
-    """The numbers of some processes, with their hosts if those are known.
+    """The numbers of some processes in words, with their hosts if these are known.
 
     >>> name_all([2], []), name_all([0, 2], ["a", "b", "c"]), name_all([0, 1, 2, 3], [])
     ('process 2', 'processes 0 (a) and 2 (c)', 'processes 0, 1, 2 and 3')
@@ -104,7 +104,7 @@ def name_all(processes: list[int], hosts: list[str]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; a row is a cell for each heading."""
+    """A Markdown table; each row has a cell for each heading."""
     lines = [
         "".join(f"| {cell} " if cell != "" else "| " for cell in row) + "|"
         for row in (headings, *rows)

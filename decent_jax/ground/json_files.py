@@ -14,14 +14,14 @@ from decent_jax.ground.errors import DataError
 Json: TypeAlias = dict[str, Any]
 """A JSON object: its values are numbers, strings, booleans, lists and objects."""
 
-MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader says otherwise
+MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader sets another limit
 _RECORD_BYTES = 512  # of a file that `overwrite_json` writes
 
 
 def check_regular(path: str | Path) -> None:
     """Raises OSError if the path is a pipe, a socket or a device, which may be endless.
 
-    A missing path passes, and so does a folder: opening it will fail.
+    Missing paths and folders pass: opening them will fail.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -48,11 +48,11 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
     """The contents of a JSON file.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: there is none; the caller decides what that means.
-      DataError: it cannot be read, or it is ``otherwise``.
+      FileNotFoundError, NotADirectoryError: there is no file; the caller decides what that means.
+      DataError: it cannot be read, or is no JSON; ``otherwise`` is the message's second half.
     """
     try:
-        return json.loads(read_bytes(path))  # in UTF-8, with a mark of it or without, or UTF-16
+        return json.loads(read_bytes(path))  # UTF-8, with or without its mark, or UTF-16
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
@@ -65,7 +65,7 @@ def read_entries(path: str | Path) -> Json:
     """The entries of a JSON file by their dotted names: ``{"model.layers": 12, ...}``.
 
     Raises:
-      FileNotFoundError, NotADirectoryError, DataError: as `read_json`; or it is not an object.
+      FileNotFoundError, NotADirectoryError, DataError: as `read_json`, or it holds no object.
     """
     try:
         return flat(read_json(path))
@@ -77,9 +77,9 @@ def read_format(path: str | Path, kind: str, form: str) -> Json:
     """The fields of a JSON file of one of the project's formats.
 
     Args:
-      path: of the file.
-      kind: the noun in messages.
-      form: the file's field ``format``.
+      path: the file.
+      kind: the noun for it in messages.
+      form: the value of its field ``format``.
 
     Raises:
       ValueError: it cannot be read, or has another format; the message names the file.
@@ -104,7 +104,7 @@ def is_real(value: Any, least: float = -math.inf, below: float = math.inf) -> Ty
 
 
 def write_json_atomic(path: str | Path, obj: object) -> None:
-    """Write `obj` as readable JSON, atomically: a reader sees the old file or the complete new one.
+    """Writes `obj` as readable JSON, atomically: readers see the old file or the complete new one.
 
     NumPy and JAX numbers, tuples and paths are accepted; non-finite numbers become strings, as in
     the metrics file.
@@ -114,7 +114,7 @@ def write_json_atomic(path: str | Path, obj: object) -> None:
 
 
 def plain(obj: Any) -> Any:
-    """`obj` in the types that JSON has."""
+    """`obj` converted to the types that JSON has."""
     if isinstance(obj, dict):
         return {str(key): plain(value) for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):
@@ -129,7 +129,7 @@ def plain(obj: Any) -> Any:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write the bytes `data` next to `path`, sync them to disk, then rename them into place."""
+    """Writes `data` to a file next to `path`, syncs it to disk, and renames it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -142,10 +142,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def overwrite_json(path: Path, entries: object) -> None:
-    """Overwrite a small JSON file, without waiting for the disk.
+    """Overwrites a small JSON file, without waiting for the disk; OSError if that fails.
 
-    All versions are `_RECORD_BYTES` long, so one system call replaces one with another: a reader
-    sees a complete one, also after a kill. OSError if it cannot be written.
+    All versions are `_RECORD_BYTES` long, so a single system call replaces one by another: readers
+    see a complete version, even after a kill.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -15,7 +15,7 @@ def memory_bytes() -> int:
 
 
 def check_memory(needed: float, what: str, there: float | None = None) -> None:
-    """Raises ConfigError if ``what`` needs more bytes than this machine has; or Ray, ``there``."""
+    """Raises ConfigError if ``what`` needs more bytes than this machine has, or Ray: ``there``."""
     has = memory_bytes() if there is None else there
     if needed > has:
         raise ConfigError(
@@ -35,10 +35,10 @@ def process_seconds() -> float:
 
 
 def sent_bytes() -> dict[str, int]:
-    """Bytes that this machine (or network namespace) has sent, by destination.
+    """Bytes that this machine (or network namespace) has sent, by destination; empty if not Linux.
 
-    ``inside_host``: over loopback; ``between_hosts``: over all other interfaces. Traffic that
-    bypasses the kernel, such as NVLink and InfiniBand verbs, is not counted. Empty: not Linux.
+    ``inside_host`` counts loopback, ``between_hosts`` all other interfaces. Traffic that bypasses
+    the kernel, such as NVLink and InfiniBand verbs, is not counted.
     """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]
@@ -51,7 +51,7 @@ def sent_bytes() -> dict[str, int]:
 
 
 def _limits(path: str) -> list[int]:
-    """The number in a file of the kernel, or none."""
+    """The number in a file of the kernel as a list, empty if there is none."""
     try:
         return [int(Path(path).read_text())]
     except (OSError, ValueError):  # not this kernel; "max"

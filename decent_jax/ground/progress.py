@@ -1,6 +1,6 @@
 """Progress of a command: what it waits for, and how much is done.
 
-On a terminal, and in a notebook with ipywidgets, it is tqdm's bar; otherwise log lines.
+A terminal, or a notebook with ipywidgets, shows tqdm's bar; anything else gets log lines.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from decent_jax.ground.format import format_duration, format_number
 def announce(
     message: str, *, quiet: bool = False, brief: bool = True, after_s: float = 1.0
 ) -> Iterator[None]:
-    """Print on stderr what the user waits for, and afterwards how long it took.
+    """Prints on stderr what the user waits for, and afterwards how long it took.
 
     `with announce("compiling the step for round 0 of 3"): ...` prints
     "compiling the step for round 0 of 3 ... done in 4.2 s".
 
     Args:
-      message: without the three dots.
-      quiet: print nothing.
-      brief: also print waits shorter than ``after_s``, unless they raised an error.
-      after_s: seconds before the first words, so that a command refused sooner prints only the
-        reason.
+      message: the text without the three dots.
+      quiet: whether to print nothing.
+      brief: whether to print waits shorter than ``after_s`` too, unless they raised an error.
+      after_s: seconds before the first words, so that a command that is refused sooner prints only
+        the reason.
     """
     if quiet:
         yield
@@ -63,13 +63,13 @@ def announce(
 
 
 def progress_bar(total: float | None, show: bool, **options: Any) -> tqdm:
-    """A bar on stderr; in a log file, one line per half minute. ``options`` are tqdm's."""
+    """A tqdm bar on stderr, with its ``options``; in a log file, one line every half minute."""
     every_s, after_s = (0.2, 0.5) if sys.stderr.isatty() else (30, 30)
     return tqdm(total=total, disable=not show, mininterval=every_s, delay=after_s, **options)
 
 
 class _Hidden(tqdm):
-    """Measures the time left and shows nothing."""
+    """A bar that measures the time left and shows nothing."""
 
     def display(self, *_, **__) -> None:
         pass
@@ -79,9 +79,9 @@ class Progress:
     """Shows the progress of a run, its numbers, and the time left, excluding waits.
 
     Args:
-      total_steps: the step at which the run ends; None: unknown, so no time left is shown.
+      total_steps: the step at which the run ends; None: unknown, so no remaining time is shown.
       start_step: steps done by earlier sessions (a resumed run).
-      quiet: show nothing; for every process but the first.
+      quiet: whether to show nothing, as in every process but the first.
     """
 
     def __init__(self, total_steps: int | None, start_step: int = 0, quiet: bool = False):
@@ -100,9 +100,9 @@ class Progress:
         )
 
     def update(self, step: int, metrics: dict[str, float] | None = None) -> None:
-        """Show that `step` steps are done.
+        """Shows that `step` steps are done.
 
-        `metrics` are shown under their names: {"loss": 2.413, "tokens/s": 81234.0}. Without them
+        `metrics` are shown under their names: {"loss": 2.413, "tokens/s": 81234.0}. Without metrics
         only the bar advances, which is cheap enough for every step.
         """
         if self._quiet:
@@ -121,13 +121,13 @@ class Progress:
             self.note("  ".join([where, *numbers, *left]))
 
     def note(self, message: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         if not self._quiet:
             self._bar.write(str(message), file=sys.stderr)
 
     @contextlib.contextmanager
     def announce(self, message: str) -> Iterator[None]:
-        """`announce`; the bar shows the message while the wait lasts."""
+        """Like the function `announce`, but a bar shows the message while the wait lasts."""
         if not self._has_bar or self._quiet:
             with announce(message, quiet=self._quiet):
                 yield
@@ -145,7 +145,7 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
-        """Freeze the bar and end its line."""
+        """Freezes the bar and ends its line."""
         self._bar.close()
 
 

@@ -1,4 +1,4 @@
-"""Read a run directory: its metrics, and a label that distinguishes it from other runs."""
+"""Reads a run directory: its metrics, and a label that distinguishes it from other runs."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ from decent_jax.ground.format import printable, shorten
 from decent_jax.ground.json_files import Json, read_bytes, read_entries
 
 METRICS = "metrics.jsonl"
-LOCK = ".lock"  # names its owner
+LOCK = ".lock"  # names the process that owns the directory
 START = "run.json"  # facts about the current or last session
 _LARGEST = 2**62  # more than any step or count
 _MOST_BYTES = 1 << 30  # of metrics.jsonl
 _MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# Validation scores (higher is better): their label, and the matching factor.
+# Validation scores (higher is better): their label, and the factor to its unit.
 SCORES = {
     "eval/top1": ("Top-1, % of the validation images", 100.0),
     "eval/bleu": ("BLEU, of the validation sentences", 1.0),
@@ -38,10 +38,10 @@ IGNORED = ("workdir", "log", "eval", "checkpoint", "profile", "prompt")
 class RunFolder:
     """One run directory: its rows and its settings.
 
-    rows: of metrics.jsonl.
-    config: flat, ``{"model.layers": 12}``.
-    bytes_sent_per_step: by a replica on average, from summary.json; None: unknown.
-    label: of its lines in a figure.
+    rows: the rows of metrics.jsonl.
+    config: the flat config, ``{"model.layers": 12}``.
+    label: the label of its lines in a figure.
+    bytes_sent_per_step: a replica's mean, from summary.json; None: unknown.
     """
 
     path: Path
@@ -51,14 +51,14 @@ class RunFolder:
     bytes_sent_per_step: float | None = None
 
     def series(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
-        """The steps (or with ``x="time"`` training seconds) and values of a metric.
+        """The steps (or, with ``x="time"``, training seconds) and values of a metric, (m,) each.
 
-        Both are empty if the run did not record the metric.
+        They are empty if the run did not record the metric.
         """
         rows = [row for row in self.rows if isinstance(row.get(name), (int, float))]
         steps = np.array([row["step"] for row in rows], float)
         values = np.array([row[name] for row in rows], float)
-        values[np.abs(values) > _MOST_DRAWN] = np.nan  # no axis reaches so far
+        values[np.abs(values) > _MOST_DRAWN] = np.nan  # no axis extends so far
         values[np.abs(values) < 1 / _MOST_DRAWN] = 0
         if x == "time":
             seconds = self.seconds_at(steps)
@@ -66,17 +66,17 @@ class RunFolder:
         return steps, values
 
     def seconds_at(self, steps: np.ndarray) -> np.ndarray | None:
-        """Training seconds until each of the steps; None if the run did not record them."""
+        """Training seconds up to each of the steps; None if the run did not record them."""
         known_steps, seconds = self.series("perf/wall_time_s")
         return np.interp(steps, known_steps, seconds) if len(seconds) else None
 
     def bytes_at(self, steps: np.ndarray) -> np.ndarray | None:
-        """Bytes that a replica has sent until each of the steps; None if unknown."""
+        """Bytes that a replica has sent up to each of the steps; None if unknown."""
         sent = self.bytes_sent_per_step
         return None if sent is None else sent * steps
 
     def has(self, name: str) -> bool:
-        """Whether the metric has a finite value."""
+        """Whether the run recorded a finite value of the metric."""
         return bool(np.isfinite(self.series(name)[1]).any())
 
 
@@ -84,7 +84,7 @@ def load_run(path: str | Path) -> RunFolder:
     """The run in the folder ``path`` (or with the metrics file ``path``).
 
     Raises:
-      RunError: not a run directory, or one without rows.
+      RunError: it is not a run directory, or has no rows.
     """
     path = Path(path)
     try:
@@ -104,7 +104,7 @@ def load_run(path: str | Path) -> RunFolder:
 
 
 def entries(path: Path) -> Json:
-    """`read_entries` without lists; empty if the file is missing, damaged or something else."""
+    """`read_entries` without lists; empty if the file is missing, damaged or of another kind."""
     try:
         values = read_entries(path)
     except (OSError, DataError):
@@ -115,7 +115,7 @@ def entries(path: Path) -> Json:
 def read_metrics(path: str | Path) -> list[Json]:
     """The rows of a metrics file (or of a run directory), as a list of dicts.
 
-    A truncated last line from a killed process is ignored.
+    A truncated last line, which a killed process may leave, is ignored.
 
     Raises:
       ValueError: another line is not a row.
@@ -141,9 +141,9 @@ def read_metrics(path: str | Path) -> list[Json]:
 
 
 def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
-    """A moving average, (m,), that skips non-finite values; default window: m / 40.
+    """The moving average, (m,), of the finite values; the default window is m / 40.
 
-    The window shrinks at the start, so the first value, often the largest, is unchanged.
+    The window shrinks at the start, so the first value, often the largest, does not change.
     """
     half = (len(values) // 40 if window is None else window) // 2
     finite = np.isfinite(values)
@@ -159,10 +159,10 @@ def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
 
 
 def label_runs(runs: Sequence[RunFolder]) -> None:
-    """Set the label of each run: the config fields in which it differs, or its folder, or both.
+    """Sets the label of each run: the config fields in which it differs, its folder, or both.
 
-    A label names at most `SHOWN_SETTINGS` fields, first those of `NAMING`. If runs differ in more,
-    as with different configs, the label starts with the folder.
+    A label names at most `SHOWN_SETTINGS` fields, those of `NAMING` first. If runs differ in more
+    fields, as with different configs, the label starts with the folder.
     """
 
     def order(field: str) -> tuple[int, str]:
@@ -198,7 +198,7 @@ def _settings(run: RunFolder, fields: Sequence[str]) -> str:
 
 
 def _different_names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, with the previous part if the last is not unique."""
+    """The last part of each path, or the last two if the last parts are not unique."""
     names = [folder.name for folder in folders]
     if len(set(names)) == len(set(folders)):
         return names

@@ -1,9 +1,9 @@
 """Labelled images in ArrayRecord shards: our prepared folders.
 
 A prepared folder holds `train-00000.array_record`, ..., the same for `val`, `manifest.json` and
-`bad_files.jsonl`. A record is the label (int32), the length of the name
-(uint16), both little-endian, the name in UTF-8 and then the image file, byte for byte. Records have
-the order of `image_folder`, so the manifest's count of each class gives all labels.
+`bad_files.jsonl`. A record is the label (int32) and the length of the name (uint16), both
+little-endian, the name in UTF-8, and the image file byte for byte. Records have the order of
+`image_folder`, so the manifest's counts of the classes give all labels.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
 
 _HEADER = struct.Struct("<iH")
 _WRITER = "group_size:1,uncompressed"  # random access; JPEG does not compress any further
-# Read by the calling thread, nothing ahead: random access.
+# For random access, the calling thread reads, and nothing is read ahead.
 _READER = {"options": "readahead_buffer_size:0,max_parallelism:0", "file_reader_buffer_size": 32768}
-_OPEN_FILES = 512  # at most, of a split; a process may often have 1024
+_OPEN_FILES = 512  # at most, of a split; the usual limit of a process is 1024
 
 
 def pack_record(data: bytes, label: int, name: str) -> bytes:
@@ -51,7 +51,7 @@ def unpack_record(record: bytes) -> tuple[bytes, int, str]:
 
 
 class PreparedImages:
-    """A split of a prepared folder, a storage of `image_folder.ImageFiles`.
+    """A split of a prepared folder, a storage for `image_folder.ImageFiles`.
 
     Pickling keeps only the path, and each process opens shards when it first reads from them.
 
@@ -88,7 +88,7 @@ class PreparedImages:
         return len(self.labels)
 
     def read(self, index: int) -> tuple[bytes, int, str]:
-        """(data, label, name) of an image; DataError where the shard is damaged."""
+        """(data, label, name) of an image; DataError if the shard is damaged."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
         position = index - (int(self._ends[shard - 1]) if shard else 0)
         try:
@@ -110,10 +110,10 @@ def _reader(path: Path) -> ArrayRecordReader:
 class ImageFolderWriter(Draft):
     """Writes a prepared folder: images first, those of a class one after another, then `commit`.
 
-    Leaving the `with` without `commit` leaves no trace.
+    Leaving the `with` without `commit` removes everything.
 
     Attributes:
-      bad: for each image that is left out, its name and the reason; the caller's to fill.
+      bad: the name and the reason for each image that is left out; the caller fills it.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.
@@ -144,10 +144,10 @@ class ImageFolderWriter(Draft):
         """Renames the finished folder into place and returns its manifest.
 
         Args:
-          left_out: how many files of each kind were not read.
+          left_out: the numbers of files of each kind that were not read.
 
         Raises:
-          DataError: a split has no image, or another process's folder appeared at `out`.
+          DataError: a split has no image, or another process's folder has appeared at `out`.
         """
         self._finish_shard()
         splits = {}
@@ -198,7 +198,7 @@ class ImageFolderWriter(Draft):
 
 @contextlib.contextmanager
 def _named(file: str) -> Iterator[None]:
-    """Context that turns what array_record raises while it writes into an OSError."""
+    """A context that turns the errors of array_record while it writes into an OSError."""
     try:
         yield
     except RuntimeError as error:  # array_record's only kind

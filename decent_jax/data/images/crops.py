@@ -1,10 +1,10 @@
 """Training crops and evaluation crops of encoded images, made by the processes that read them.
 
-Both decode no more than they need: libjpeg-turbo decodes at the smallest of 1/1, 1/2, 1/4 and 1/8
-of the size that still gives the crop as many pixels as wanted, and one bilinear resize does the
-rest. The resize has no antialiasing, as in the reference's runs: it samples, and does not average,
-a crop that is up to twice as large as wanted. (Pillow's bilinear filter averages: pixels differ by
-1.8 of 255 on average.)
+Crops decode no more than they need: libjpeg-turbo decodes at the smallest of 1/1, 1/2, 1/4 and 1/8
+of the size that still gives the crop enough pixels, and one bilinear resize does the rest. The
+resize has no antialiasing, as in the reference's runs: it samples, and does not average, a crop of
+up to twice the wanted size. (Pillow's bilinear filter averages: pixels differ by 1.8 of 255 on
+average.)
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from decent_jax.data.images import jpeg
 from decent_jax.data.images.image_folder import Mirrored
 from decent_jax.ground.errors import DataError
 
-AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
-RATIO = (3 / 4, 4 / 3)  # of its width to its height
+AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's area
+RATIO = (3 / 4, 4 / 3)  # of a training crop's width to its height
 _TRIES = 10
 
-cv2.setNumThreads(0)  # pictures are processed in parallel, not the rows of one
+cv2.setNumThreads(0)  # pictures are processed in parallel, not the rows of a picture
 
 
 class Box(NamedTuple):
@@ -41,14 +41,14 @@ class TrainImages:
     Args:
       files: records with `data`, `label` and `name`, such as `image_folder.ImageFiles`.
       size: height and width of a training image, pixels.
-      whole: take the largest centred square instead of a random part, for images that are small
-        and are moved later.
-      alternate: mirror half of the images in epochs 0, 2, ..., and the others in epochs 1, 3, ...;
-        the integer draws the halves. None: mirror none.
+      whole: whether to take the largest centred square instead of a random part, for small images
+        that are shifted later.
+      alternate: the seed that draws half of the images, which are mirrored in epochs 0, 2, ...; the
+        others are mirrored in epochs 1, 3, ... None mirrors no image.
 
     Attributes:
       fixed: whether `augment` draws nothing, so that a number always gives the same image.
-      numbers: of the records; from ``len(self)`` on they are the same images, mirrored.
+      numbers: the count of record numbers; from ``len(self)`` on they stand for mirrored images.
     """
 
     def __init__(self, files, size: int, *, whole: bool = False, alternate: int | None = None):
@@ -63,7 +63,7 @@ class TrainImages:
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) int64."""
+        """The labels of the records, (N,) int64."""
         return self.files.labels
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class TrainImages:
         return Mirrored(*record) if mirrored else record
 
     def of_epoch(self, index: int, epoch: int) -> int:
-        """The number of the record to read in this epoch."""
+        """The number of the record to read for `index` in this epoch."""
         mirrored = self._half is not None and not (epoch - self._half[index]) % 2
         return index + mirrored * len(self)
 
@@ -102,7 +102,7 @@ class TrainImages:
 class EvalImages:
     """Centre crops of encoded records: `{"image": (size, size, 3) uint8, "label": () int32}`.
 
-    They come in a fixed random order, so that the first ones are a sample of all classes.
+    They have a fixed random order, so that the first records are a sample of all classes.
 
     Args:
       files: as for `TrainImages`.
@@ -132,7 +132,7 @@ class EvalImages:
 def random_box(random: np.random.Generator, height: int, width: int) -> Box:
     """A random part of the picture, with a share of the area in `AREA` and a log-uniform `RATIO`.
 
-    If ten draws do not fit into the picture, it is the largest centred part of an allowed ratio
+    If none of ten draws fits into the picture, it is the largest centred part with an allowed ratio
     (torchvision's RandomResizedCrop; Szegedy et al., 2015).
     """
     low, high = np.log(RATIO)
@@ -164,10 +164,10 @@ def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None)
 
 
 def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
-    """The centre of an image file resized to a shorter side of `resize`: (size, size, 3) uint8.
+    """The centre, (size, size, 3) uint8, of an image file resized to a shorter side of `resize`.
 
-    The positions are those of torchvision's Resize and CenterCrop, to a fraction of a pixel. Only
-    the pixels of the crop are computed.
+    Positions equal those of torchvision's Resize and CenterCrop to a fraction of a pixel. Only the
+    pixels of the crop are computed.
 
     Raises:
       ValueError: see `jpeg.decode`.
@@ -189,19 +189,19 @@ def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
 
 
 def shrink_for(side: int, size: int) -> int:
-    """The largest shrink that leaves `side` at least `size` pixels, or 1."""
+    """The largest divisor of `jpeg.SHRINKS` that leaves `side` at least `size` pixels, or 1."""
     return next(k for k in jpeg.SHRINKS if k == 1 or side >= k * size)
 
 
 def _shrunk(start: int, length: int, shrink: int, whole: int) -> slice:
-    """`length` pixels from `start` in the shrunk picture, at least one."""
+    """The pixels of the shrunk picture, at least one, for `length` pixels from `start`."""
     first = min(round(start / shrink), whole - 1)
     return slice(first, min(max(round((start + length) / shrink), first + 1), whole))
 
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Context that turns a ValueError into a DataError about the image of this name."""
+    """A context that turns a ValueError into a DataError about the image of this name."""
     try:
         yield
     except ValueError as error:

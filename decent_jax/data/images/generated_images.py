@@ -1,8 +1,8 @@
-"""Pictures that a generator draws: ten shapes among clutter, so that no download is needed.
+"""Generated pictures of ten shapes among clutter, so that no download is needed.
 
 A picture shows one of ten shapes (`CLASS_NAMES`), of any size, angle and position, in a colour
-lighter than the fading background, with random lines and dots over both, and noise. Colour does not
-depend on the class, and mirrored or turned pictures stay in their class.
+lighter than the fading background, with noise and with random lines and dots on top. Colour does
+not depend on the class, and mirrored or rotated pictures stay in their class.
 
 Picture i of a split is a function of `(seed, split, i)` and the size alone: Philox, a counter-based
 generator, gives every index its own random numbers. The splits use different keys, so no picture is
@@ -22,13 +22,13 @@ _SCALARS = 64  # random numbers per picture, besides its noise
 class GeneratedImages:
     """Records `{"image": uint8 (size, size, 3), "label": int32 ()}` by index.
 
-    Draws all pictures at once, in about 0.2 ms each, and keeps them in memory, `3 * size**2` bytes
-    each. The classes are balanced: records 10 k to 10 k + 9 are one of each class.
+    It draws all pictures at once, in about 0.2 ms each, and keeps them in memory, `3 * size**2`
+    bytes each. The classes are balanced: records 10 k to 10 k + 9 have one picture of each class.
 
     Args:
       split: `"train"` or `"val"`.
       num_records: N; the first records do not depend on it.
-      seed: any integer >= 0; use the same one for both splits.
+      seed: any integer >= 0; use the same seed for both splits.
       size: height and width in pixels, at least 16.
 
     Attributes:
@@ -105,7 +105,7 @@ def _random(
 
 
 def _unit(bits: np.ndarray) -> np.ndarray:
-    """Integers to float32 in [0, 1)."""
+    """uint64 numbers as float32 in [0, 1)."""
     return (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
 
 
@@ -118,17 +118,17 @@ def _paint(canvas: np.ndarray, coverage: np.ndarray, colour: np.ndarray) -> np.n
 
 
 def _coverage(distance: np.ndarray, size: int) -> np.ndarray:
-    """The share of each pixel inside; `distance` is signed, in widths, negative inside."""
+    """The share of each pixel inside a shape; `distance` is negative inside, in picture widths."""
     return np.clip(0.5 - distance * size, 0, 1)
 
 
 def _colour(draw) -> np.ndarray:
-    """(B, 1, 1, 3): any colour."""
+    """(B, 1, 1, 3): random colours."""
     return np.stack([next(draw) for _ in range(3)], axis=-1)
 
 
 def _lighter(draw, colour: np.ndarray) -> np.ndarray:
-    """A colour lighter in each channel, by at least a third of the range."""
+    """A random colour that is lighter in each channel, by at least a third of the range."""
     return colour + 0.35 + (0.65 - colour) * _colour(draw)
 
 
@@ -139,14 +139,14 @@ def _fade(draw, x, y, colour: np.ndarray) -> np.ndarray:
 
 
 def _stroke(draw, x, y, size: int) -> np.ndarray:
-    """Coverage of a thin line of any length; the shortest are dots."""
+    """The coverage of a thin line of random length; the shortest lines are dots."""
     centre_x, centre_y, angle, half = (next(draw) for _ in range(4))
     u, v = _turned(x - centre_x + 0.5, y - centre_y + 0.5, 2 * np.pi * angle)
     return _coverage(_segment(u, v, 0.15 * half) - 0.02, size)
 
 
 def _shapes(draw, x, y, labels: np.ndarray, size: int) -> np.ndarray:
-    """Coverage of each picture's shape, turned, and entirely inside the picture."""
+    """The coverage of each picture's shape, rotated and entirely inside the picture."""
     radius = 0.22 + 0.2 * next(draw)
     shift_x, shift_y = ((0.5 - radius) * (2 * next(draw) - 1) for _ in range(2))
     u, v = _turned((x - shift_x) / radius, (y - shift_y) / radius, 2 * np.pi * next(draw))
@@ -187,7 +187,7 @@ def _triangle(u, v):
 
 
 def _star(u, v):
-    """Five tips: folded onto half of one, which one straight edge bounds."""
+    """A star with five tips, folded onto half a tip, which a straight edge bounds."""
     half = np.float32(np.pi / 5)
     angle = np.abs((np.arctan2(v, u) + half) % (2 * half) - half)
     radius = np.hypot(u, v)
@@ -215,7 +215,7 @@ def _pill(u, v):
 
 
 def _segment(u, v, half):
-    """Distance from the points of the u axis within `half` of 0."""
+    """The distance from the part of the u axis that is within `half` of 0."""
     return np.hypot(np.maximum(np.abs(u) - half, 0), v)
 
 

@@ -1,10 +1,10 @@
-"""Labelled images as files, in any of three layouts: the bytes, a label and a name by index.
+"""Labelled images as files, in any of three layouts: bytes, label and name by index.
 
-`open_images` recognises the layout: class folders, a prepared folder of ours or one of TFDS.
+`open_images` recognises the layout: class folders, a prepared folder of ours, or one of TFDS.
 
-Classes are numbered in the order of their names (code points), and the images of a class come in
-the order of theirs, one class after another. So class folders and what is prepared from them give
-the same record at the same index with the same label. TFDS stores records shuffled.
+Classes are numbered in the order of their names (code points). Images come one class after another,
+those of a class in the order of their names. Class folders, and a folder prepared from them,
+therefore have the same record with the same label at an index. TFDS stores records shuffled.
 """
 
 import operator
@@ -28,12 +28,12 @@ _FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEB
 _SUFFIXES = tuple(end for end, kind in Image.registered_extensions().items() if kind in _FORMATS)
 _EXPECTED = "expected CLASS/NAME.jpg"
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
-_TABLE = "val_annotations.txt"  # of Tiny ImageNet: lines of a file's name, a tab, its class, a tab
+_TABLE = "val_annotations.txt"  # of Tiny ImageNet: a line has a file name, a tab, a class, a tab
 _ENDS = {b"\xff\xd8\xff": b"\xff\xd9", b"\x89PN": b"IEND"}  # how a whole file begins and ends
 _TAIL = 4096  # bytes at the end of a file, where stray ones may follow the picture
 MOST_BAD = 0.1  # share of the images that may be broken
-_TOGETHER = 1000  # files that a thread looks at
-_THREADS = 16  # listing folders waits for the disk, or for a file server
+_TOGETHER = 1000  # files that a thread checks at a time
+_THREADS = 16  # many, because listing folders waits for the disk, or for a file server
 
 
 class EncodedImage(NamedTuple):
@@ -48,7 +48,7 @@ class EncodedImage(NamedTuple):
 
 
 class Mirrored(EncodedImage):
-    """One that is mirrored once it is decoded."""
+    """An image that is to be mirrored once it is decoded."""
 
 
 class ImageFiles:
@@ -63,9 +63,9 @@ class ImageFiles:
       class_names: (K,) strings, those of the training set in both splits.
       labels: (N,) int64, indices into `class_names`.
       layout: "class folders", "prepared" or "TFDS".
-      left_out: how many files of each kind are not read.
-      fingerprint: a checksum of names, sizes, and the beginning and end of each picture; 0 where
-        `whole_images` has not looked at them.
+      left_out: the numbers of files of each kind that are not read.
+      fingerprint: a checksum of names, sizes, and the beginning and end of each picture; 0 if
+        `whole_images` has not checked them.
     """
 
     fingerprint: int = 0
@@ -83,7 +83,7 @@ class ImageFiles:
         return len(self._storage)
 
     def __getitem__(self, index: int) -> EncodedImage:
-        """DataError if the file is missing, unreadable or, in a shard, damaged."""
+        """An image; DataError if its file is missing or unreadable, or its shard is damaged."""
         index = operator.index(index)
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
@@ -103,9 +103,9 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
     * TFDS: the version folder of a data set with `image` and `label`, stored as array_record; "val"
       is its split `validation`, or else `test`.
     * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`), also in
-      subfolders of a class; every file type that Pillow decodes, by its suffix in any case. The
-      validation images of Tiny ImageNet get their classes from
-      `val/val_annotations.txt`. Links are followed; hidden files and folders are skipped.
+      subfolders of a class, with the suffix (in either case) of any type that Pillow decodes. The
+      validation images of Tiny ImageNet get their classes from `val/val_annotations.txt`. Links are
+      followed; hidden files and folders are skipped.
 
     Args:
       path: the folder.
@@ -126,10 +126,11 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 
 
 def whole_images(path: str | Path, split: str) -> ImageFiles:
-    """`open_images` without the broken pictures of class folders, as `prepare` leaves them out.
+    """`open_images` without the broken pictures of class folders, which `prepare` leaves out, too.
 
-    It decodes only files that do not begin and end like a JPEG or PNG, so it finds files that are
-    empty, truncated or of another type, but not all damage inside. Prepared folders are complete.
+    It decodes only files that do not begin and end like a JPEG or PNG. It therefore finds files
+    that are empty, truncated or of another type, but not all damage inside. Prepared folders have
+    no broken pictures.
 
     Raises:
       DataError: as `open_images`, or more than a tenth of the pictures are broken.
@@ -147,7 +148,7 @@ def whole_images(path: str | Path, split: str) -> ImageFiles:
 
 
 def check_bad(bad: Sequence[str], total: int) -> None:
-    """Raises DataError if more than a tenth of all images are ``bad``, names with reasons."""
+    """Raises DataError if more than a tenth of all images are in ``bad``, names with reasons."""
     if len(bad) > MOST_BAD * total:
         raise DataError(
             f"at least {len(bad)} of {total} images are broken, more than a tenth "
@@ -192,14 +193,14 @@ def _place(path: str, split: str) -> str:
     what = {"train": "training", "val": "validation"}[split]
     if folders:
         raise DataError(
-            f"{path}: has two folders of {what} images, {', '.join(folders)}; take one out"
+            f"{path}: has two folders of {what} images, {', '.join(folders)}; remove one of them"
         )
     tried = " or ".join(f"{name}/CLASS/" for name in names)
     raise DataError(f"{path}: has no {what} images; put them into {tried}")
 
 
 def _index(place: str, left_out: Counter[str]) -> dict[str, list[str]]:
-    """{class: its pictures, sorted}; DataError if a class has none."""
+    """{class: its pictures, sorted}; DataError if a class has no picture."""
     folders = _subfolders(place)
 
     def list_class(name: str) -> tuple[list[str], Counter[str]]:
@@ -237,11 +238,11 @@ def _subfolders(folder: str) -> list[str]:
 def _by_table(
     table: str, by_folder: dict[str, list[str]], left_out: Counter[str]
 ) -> dict[str, list[str]]:
-    """Pictures, by their folders, sorted into the classes of a table; names keep their folders."""
+    """{class: its pictures} by a table, from {folder: its pictures}; names include the folder."""
     with one_sentence(table), open(table, encoding="utf-8", errors="surrogateescape") as file:
         rows = [line.rstrip("\n").split("\t") for line in file if line.strip()]
     if wrong := next((number for number, row in enumerate(rows, 1) if len(row) < 2), 0):
-        raise DataError(f"{table}, line {wrong}: expected a picture's name, a tab, its class")
+        raise DataError(f"{table}, line {wrong}: expected a picture's name, a tab and its class")
     classes = {row[0]: row[1] for row in rows}
     by_class: dict[str, list[str]] = {}
     for folder, names in by_folder.items():
@@ -270,7 +271,7 @@ def _check_known(place: str, folders: list[str], class_names: list[str]) -> None
 
 
 class _Files:
-    """A storage of files in class folders, or with the classes of a table."""
+    """A storage for `ImageFiles`: class folders, or files with the classes of a table."""
 
     layout = "class folders"
 
@@ -279,7 +280,7 @@ class _Files:
         members = [members_of.get(name, []) for name in class_names]
         self.labels = np.repeat(np.arange(len(members)), list(map(len, members)))
         self._place, self._split, self._table = place, split, table
-        # as Python strings, ImageNet's would take 100 MB
+        # as Python strings, the names of ImageNet would take 100 MB
         self._names = np.array([os.fsencode(name) for own in members for name in own], np.bytes_)
 
     def __len__(self) -> int:
@@ -292,9 +293,9 @@ class _Files:
             return file.read(), label, name
 
     def leave_out_broken(self) -> dict[int, str]:
-        """{index so far: name and reason} of the pictures that are left out from now on.
+        """Leaves out broken pictures from now on; returns {old index: name and reason} of these.
 
-        Also finds the `ImageFiles.fingerprint`.
+        It also computes the `ImageFiles.fingerprint`.
         """
 
         def among(start: int) -> tuple[dict[int, str], int]:
@@ -320,7 +321,7 @@ class _Files:
         return bad
 
     def _look(self, index: int, sums: int) -> tuple[bool, int]:
-        """Whether a picture begins and ends like a whole one; the checksum with it."""
+        """Whether a picture begins and ends like a whole one, and the checksum that includes it."""
         _, path, name = self._find(index)
         with one_sentence(path), open(path, "rb", buffering=0) as file:
             begin, size = file.read(3), os.fstat(file.fileno()).st_size

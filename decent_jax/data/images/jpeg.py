@@ -1,14 +1,14 @@
-"""Images from the bytes of their files: JPEG by libjpeg-turbo, everything else by Pillow.
+"""Decodes the bytes of image files: JPEG by libjpeg-turbo, everything else by Pillow.
 
 libjpeg-turbo decodes at 1/2, 1/4 or 1/8 of the size for less than the full cost, because it drops
 frequencies before it transforms them; a caller that needs a small picture asks for a `shrink`.
 Most files store colours at half the resolution; the decoder repeats them and does not interpolate
 (`fastupsample`): crops were 6% faster and differed by 0.3 of 255 on average. (Its fast DCT would
-add 2%, and differs by 0.9.)
+gain another 2% and differ by 0.9.)
 
 Pillow reads what libjpeg-turbo's binding does not: CMYK files (ImageNet has some), files of other
-kinds (a PNG of ImageNet's is named .JPEG), and files with stray bytes. A file that neither reads to
-the end is an error: a truncated photograph would otherwise be half grey.
+kinds (a PNG file of ImageNet is named .JPEG), and files with stray bytes. A file that neither of
+them reads to the end is an error: a truncated photograph would otherwise be half grey.
 """
 
 import io
@@ -28,7 +28,7 @@ _opening = threading.Lock()  # warnings.catch_warnings is not thread-safe
 
 
 class Header(NamedTuple):
-    """What is known before decoding."""
+    """What is known of an image before it is decoded."""
 
     height: int  # pixels
     width: int
@@ -69,7 +69,7 @@ def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.
 
 
 def _decode_turbo(data: bytes, shrink: int, header: Header) -> np.ndarray | None:
-    """The picture, or None if the file may not be whole."""
+    """The picture, or None if the file may be incomplete."""
     try:
         return simplejpeg.decode_jpeg(
             data,

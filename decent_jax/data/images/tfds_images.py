@@ -16,19 +16,19 @@ _BLOCK = 256  # records read at a time for their labels
 
 
 def is_tfds(folder: str | Path) -> bool:
-    """Whether the folder is the version folder of a data set."""
+    """Whether the folder is the version folder of a TFDS data set."""
     return Path(folder, "features.json").exists() and Path(folder, "dataset_info.json").exists()
 
 
 class TfdsImages:
-    """A split of a data set with `image` and `label`, a storage of `image_folder.ImageFiles`.
+    """A split of a data set with `image` and `label`, a storage for `image_folder.ImageFiles`.
 
     Args:
-      path: its version folder, ``is_tfds``.
-      split: "train" or "val", which is its split `validation`, or else `test`.
+      path: the data set's version folder, see `is_tfds`.
+      split: "train" or "val"; "val" is the data set's `validation`, or else its `test`.
 
     Raises:
-      DataError: TFDS cannot read the folder, its records are not array_record, or a feature or the
+      DataError: TFDS cannot read the folder, it is not stored as array_record, or a feature or the
         split is missing.
     """
 
@@ -41,7 +41,7 @@ class TfdsImages:
         try:
             builder: Any = tfds.builder_from_directory(path)
             info, features, format_ = builder.info, builder.info.features, builder.info.file_format
-        except Exception as error:  # of many kinds
+        except Exception as error:  # TFDS raises many kinds
             raise DataError(f"{path}: not a readable TFDS folder ({short(error)})") from None
         if format_ is None or format_.value != "array_record":
             raise DataError(
@@ -72,7 +72,7 @@ class TfdsImages:
 
     @functools.cached_property
     def labels(self) -> np.ndarray:
-        """(N,) int64. TFDS keeps labels only in the records, so this reads all records."""
+        """The labels, (N,) int64. TFDS has them only in the records, so this reads all records."""
         labels = []
         for start in range(0, len(self), _BLOCK):
             block = self._read(range(start, min(start + _BLOCK, len(self))))
@@ -89,6 +89,6 @@ class TfdsImages:
     def _read(self, rows: range) -> list[Json]:
         try:
             return [self._records[row] for row in rows]
-        except Exception as error:  # array_record's own kinds
+        except Exception as error:  # array_record has its own exceptions
             place = f"{self._name}: cannot read records {rows.start} to {rows.stop - 1}"
             raise DataError(f"{place} ({short(error)}); prepare it with TFDS again") from None

@@ -1,8 +1,8 @@
 """Text files as streams of documents: .txt, .jsonl (both also packed), .parquet.
 
-`chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
-worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
-one document, is held whole. JSON lines are read by hand: pyarrow's reader cannot name a wrong line.
+`chunks`, in the reading process, cuts the inputs into chunks of about a megabyte; `documents`, in a
+worker, turns a chunk into texts. Neither holds more than a few chunks. Only a .txt file, which is
+one document, is held whole. JSON lines are parsed here: pyarrow's reader cannot name a bad line.
 """
 
 import dataclasses
@@ -30,22 +30,22 @@ from decent_jax.ground.format import shorten, shown
 from decent_jax.ground.json_files import check_regular
 
 CHUNK_BYTES = 1 << 20
-LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
-ROWS = 256  # of a parquet chunk
+LONGEST_LINE = 1 << 28  # bytes of a line, and so of a document, in a .jsonl file
+ROWS = 256  # rows of a parquet chunk
 
-_LINES = (".jsonl", ".ndjson", ".jsonlines")  # names of one format
+_LINES = (".jsonl", ".ndjson", ".jsonlines")  # suffixes of one format
 _KINDS = {
     **{f".txt{packed}": "txt" for packed in PACKED},
     **{f"{name}{packed}": "jsonl" for name in _LINES for packed in PACKED},
     ".parquet": "parquet",
 }
-_NAMED = (".md", ".py", ".html", ".rst", ".tex")  # text, too, but only where the file is named
+_NAMED = (".md", ".py", ".html", ".rst", ".tex")  # read only if the file itself is named
 _READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(PACKED[1:])}) or .parquet"
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
-    """One file.
+    """One file of documents, with its size in bytes.
 
     `name` is its name in the manifest, which is the same on every machine.
     """
@@ -58,10 +58,10 @@ class DocumentSource:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some documents of a source, or the one of a .txt file.
+    """Some documents of a source, or the single one of a .txt file.
 
-    `data` is None (txt), bytes (jsonl) or strings (parquet); `row` is the first line or row,
-    `offset` the first byte, `read` the bytes of progress.
+    `data` is None (txt), bytes (jsonl) or strings (parquet); `row` is the number of the first line
+    or row, `offset` that of the first byte, and `read` the bytes that progress counts.
     """
 
     source: DocumentSource
@@ -72,10 +72,10 @@ class Chunk:
 
 
 def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[str]]:
-    """The readable files under `inputs`, folders in sorted order, each file once.
+    """The readable files under `inputs`, each file once, those of a folder in sorted order.
 
     Returns:
-      The files, and how many of each kind the folders hold that are not read.
+      The files, and the numbers of files of each kind in the folders that are not read.
 
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.
@@ -93,7 +93,7 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
             if not sources:
                 there = f" (there are {counted(own)})" if own else ""
                 raise DataError(
-                    f"{place}: holds no {_READABLE} file{there}; of other kinds of text name the"
+                    f"{place}: holds no {_READABLE} file{there}; for other kinds of text, name the"
                     f" files: {place}/*{_NAMED[0]}"
                 )
             left_out += own
@@ -104,7 +104,7 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
             sources = [_file(place, place.name, kind or "txt")]
         else:
             raise DataError(f"{place}: no such file or folder")
-        for source in sources:  # one that is given twice is read once
+        for source in sources:  # a file that is given twice is read once
             by_path.setdefault(source.path.resolve(), source)
     return list(by_path.values()), left_out
 
@@ -112,10 +112,10 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
 def check_sources(
     sources: list[DocumentSource], held_out: list[DocumentSource], field: str
 ) -> None:
-    """Reads the beginning of each source.
+    """Checks sources by reading the beginning of each.
 
     Raises:
-      DataError: its documents cannot be read, or a source is both in `sources` and `held_out`.
+      DataError: documents cannot be read, or a source is both in `sources` and in `held_out`.
     """
     trained = {source.path.resolve() for source in sources}
     for source in held_out:
@@ -130,14 +130,14 @@ def check_sources(
 
 
 def chunks(sources: list[DocumentSource], field: str) -> Iterator[Chunk]:
-    """The documents of the sources, in order."""
+    """The chunks of the sources, in order; `field` is the one that holds the text of a record."""
     for source in sources:
         with one_sentence(source.path):
             yield from _CHUNKERS[source.kind](source, field)
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
-    """The texts of a chunk; DataError names the file and the line, row or byte that is bad."""
+    """The texts of a chunk; DataError with the file and the bad line, row or byte."""
     path = chunk.source.path
     with one_sentence(path):
         if chunk.source.kind == "txt":
@@ -156,7 +156,7 @@ def documents(chunk: Chunk, field: str) -> list[str]:
 
 
 def _suffix(name: str) -> str:
-    """The suffix by which a file is read, "" if it is not."""
+    """The suffix that decides how a file is read, or "" if it is not read."""
     return next((suffix for suffix in _KINDS if name.lower().endswith(suffix)), "")
 
 
@@ -218,7 +218,7 @@ def _decode(data: bytes, path, offset: int) -> str:
 
 def _json_text(line: str, path: Path, row: int, field: str) -> str:
     try:
-        record = json.loads(line.removeprefix("\ufeff"))  # of files that were put together
+        record = json.loads(line.removeprefix("\ufeff"))  # joined files have marks inside
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
         raise DataError(f"{path}, line {row}: not valid JSON ({why})") from None

@@ -1,8 +1,8 @@
 """Prepared folders of tokens: how they are written, and windows of tokens read from them.
 
-A prepared folder holds `train.bin` and `val.bin` (raw little-endian uint16, nanoGPT's layout, or
-uint32 for a vocabulary beyond 65,536, the tokenizer's `end_of_text` after each document),
-`manifest.json` and the tokenizer's own files.
+A prepared folder holds `train.bin` and `val.bin`, `manifest.json` and the tokenizer's own files.
+The .bin files are raw little-endian uint16 ids, as in nanoGPT, or uint32 for a vocabulary beyond
+65,536, with the tokenizer's `end_of_text` after each document.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ class TokenWindows:
 
     Item i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, int32 of shape (seq_len + 1,): inputs
     `[:-1]` and targets `[1:]`, so every token but the first is a target once. An incomplete last
-    window is dropped. The file is memory-mapped; pickling reopens it.
+    window is dropped. The file is memory-mapped; an unpickled copy opens it again.
 
     Args:
       path: a file of raw little-endian ids.
       seq_len: tokens that a model reads at once, at least 1.
-      dtype: of the ids, see `token_type`; None: from the manifest next to it.
+      dtype: the dtype of the ids, see `token_type`; None: that of the manifest next to the file.
 
     Raises:
       DataError: the file is missing, ends within a token or is shorter than a window.
@@ -58,7 +58,7 @@ class TokenWindows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the file."""
+        """The number of tokens in the file."""
         return len(self._tokens)
 
     def __len__(self) -> int:
@@ -83,23 +83,23 @@ class TokenWindows:
 class ShiftedWindows(TokenWindows):
     """Windows that start at any token, as in nanoGPT: a new position at every visit.
 
-    Item i is the range of at most ``2 * seq_len`` tokens from which `augment` cuts window i.
+    Item i is the range of at most ``2 * seq_len`` tokens from which `augment` draws window i.
     """
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self._from(index, 2 * self.seq_len)
 
     def augment(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """A window, int32 of shape (seq_len + 1,)."""
+        """A random window of the range ``tokens``, int32 of shape (seq_len + 1,)."""
         start = random.integers(len(tokens) - self.seq_len)
         return tokens[start : start + self.seq_len + 1]
 
 
 def vocabulary_of(folder: str | Path) -> int | None:
-    """The vocabulary size in nanoGPT's `meta.pkl`, None if there is no such file.
+    """The vocabulary size in nanoGPT's `meta.pkl`, or None if there is no such file.
 
     Raises:
-      DataError: the file is damaged, or holds more than plain values, which are not executed.
+      DataError: the file is damaged, or holds other than plain values, which are never executed.
     """
     path = Path(folder) / "meta.pkl"
     if not path.exists():
@@ -121,10 +121,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def token_type(path: str | Path, vocab_size: int) -> np.dtype:
-    """The dtype of a file's ids: from its manifest, or the widest in which all fit a vocabulary.
+    """The dtype of a file's ids: that of its manifest, or the widest with all ids in a vocabulary.
 
-    If the dtype is too narrow, half of the ids are 0; if it is too wide, two ids become one large
-    number.
+    Read with too narrow a dtype, half of the ids are 0; with too wide a dtype, two ids become one
+    large number.
 
     Raises:
       DataError: no dtype fits the vocabulary, or the file holds more than ids.
@@ -135,7 +135,7 @@ def token_type(path: str | Path, vocab_size: int) -> np.dtype:
         size, begins = os.path.getsize(path), file.read(32)
     for beginning, what in _OTHER_FILES.items():
         if begins.startswith(beginning):
-            raise DataError(f"{path}: is {what}, expected ids alone; write them as uint16")
+            raise DataError(f"{path}: is {what}, expected nothing but ids; write them as uint16")
     for name in ("<u8", "<u4", "<u2", "u1"):
         token = np.dtype(name)
         if np.iinfo(token).max < vocab_size - 1 or size < token.itemsize:
@@ -145,12 +145,12 @@ def token_type(path: str | Path, vocab_size: int) -> np.dtype:
             _check_order(path, ids[: 1 << 16])
             return token
     raise DataError(
-        f"{path}: its {size} bytes are no ids below {vocab_size} of any type; name the vocabulary"
-        " by model.vocab_size, or prepare the text again"
+        f"{path}: its {size} bytes are no ids below {vocab_size} of any type; set"
+        " model.vocab_size, or prepare the text again"
     )
 
 
-# How files begin that others name alike.
+# How other files with the same name begin.
 _OTHER_FILES = {
     b"\x93NUMPY": "an array of NumPy",
     b"version https://git-lfs": "a pointer of Git LFS",
@@ -160,7 +160,7 @@ _OTHER_FILES = {
 
 
 def _check_order(path: str | Path, ids: np.ndarray) -> None:
-    """Raises DataError where bytes are 0 at fixed places only: parts of wider ids, or swapped."""
+    """Raises DataError if only bytes at fixed places are 0: ids are wider, or bytes are swapped."""
     if len(ids) < 128:
         return
     zero = [(ids[k::8] == 0).mean() for k in range(8)]
@@ -175,7 +175,7 @@ def _check_order(path: str | Path, ids: np.ndarray) -> None:
 def check_vocab(path: str | Path, vocab_size: int) -> None:
     """Raises DataError if the `.bin` file `path` holds an id >= `vocab_size`.
 
-    The manifest in the file's folder has the largest id; without one, the whole file is read.
+    The manifest in the file's folder has the largest id; without a manifest, it reads the file.
     """
     path = Path(path)
     largest = None
@@ -186,7 +186,7 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
     if largest is None:
         largest = int(_memmap(path, token_type(path, vocab_size)).max())
     if largest >= vocab_size:
-        raise DataError(f"{path}: holds token id {largest}, the model's vocabulary is {vocab_size}")
+        raise DataError(f"{path}: holds id {largest}, but the model's vocabulary is {vocab_size}")
 
 
 class TokenFolderWriter(Draft):
@@ -209,7 +209,7 @@ class TokenFolderWriter(Draft):
         self._unknown: dict[str, int] = dict.fromkeys(SPLITS, 0)
 
     def add(self, split: str, ids: np.ndarray) -> None:
-        """Appends one document, integer ids of shape (tokens,) without a separator."""
+        """Appends one document: integer ids of shape (tokens,) without a separator."""
         self.append(
             f"{split}.bin", ids.astype(self._tokenizer.dtype, copy=False).tobytes() + self._end
         )
@@ -223,7 +223,7 @@ class TokenFolderWriter(Draft):
         """Renames the finished folder into place and returns its manifest, with `entries`.
 
         Raises:
-          DataError: another process's folder appeared at `out` and `overwrite` is False.
+          DataError: another process's folder has appeared at `out`, and `overwrite` is False.
         """
         about = {
             "dtype": f"{self._tokenizer.dtype.name}, little-endian",
@@ -256,5 +256,5 @@ def _manifest_type(path: str | Path) -> np.dtype:
     folder = Path(path).parent
     name = read_manifest(folder).get("dtype")
     if name not in _TYPES:
-        raise DataError(f"{folder}/manifest.json: names no type of its tokens; prepare them again")
+        raise DataError(f"{folder}/manifest.json: has no dtype of the tokens; prepare them again")
     return _TYPES[name]

@@ -1,4 +1,4 @@
-"""What is read off a tokenizer.json, and how it is changed to encode whole documents."""
+"""Reads the end-of-document token of a tokenizer.json, and adapts the file to whole documents."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _BYTES = {f"<0x{number:02X}>" for number in range(256)}  # of `byte_fallback`
 def end_token(
     saved: Json, vocabulary: dict[str, int], end: str | int | None, eos: str | None
 ) -> str:
-    """The token that ends a document: as named, or the only candidate of the best kind."""
+    """The token that ends a document: the one given as `end`, or the only likely candidate."""
     if end is not None:
         named = [token for token, number in vocabulary.items() if end in (token, number)]
         if not named:
@@ -40,11 +40,11 @@ def end_token(
 
 
 def for_documents(saved: Json, end: str, number: int) -> bytes:
-    """A tokenizer.json for whole documents, whose ids depend only on their text.
+    """The tokenizer.json changed to encode whole documents, so that ids depend only on the text.
 
     Nothing is truncated, padded, added or dropped at random. The end is a special token, which no
-    text matches; text that would still produce it from the model's vocabulary is split after its
-    first character. The change is idempotent.
+    text matches; text that the model's vocabulary would still turn into it is split after its first
+    character. The change is idempotent.
     """
     added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -74,10 +74,10 @@ def for_documents(saved: Json, end: str, number: int) -> bytes:
 
 
 def showing_what_is_dropped(saved: Json) -> Json | None:
-    """A tokenizer.json with a token for characters that the other drops; None: it drops none.
+    """The tokenizer.json with a token for the characters that it drops; None if it drops none.
 
     Byte pair encoding drops characters outside its vocabulary. Their neighbours then merge, so
-    the other ids would also differ.
+    the ids around them also differ.
     """
     import tokenizers
 
@@ -86,7 +86,7 @@ def showing_what_is_dropped(saved: Json) -> Json | None:
     if "merges" not in model or model.get("unk_token"):
         return None
     pieces = set(model["vocab"])
-    # Beside a prefix or suffix, a vocabulary may have a byte at one place of a word only.
+    # With a prefix or suffix, a vocabulary may have a byte only at one place of a word.
     placed = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     whole = '"ByteLevel"' in steps and not placed and bytewise <= pieces
     if whole or (model.get("byte_fallback") and pieces >= _BYTES):

@@ -1,9 +1,9 @@
 """Batches of sentence pairs by tokens: pairs of similar length together, in a few static shapes.
 
-XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` chooses a given
-number of shapes, by the longer side of a pair, that minimize padding. Every batch is a pure
-function of lengths, seed, step and replica, so resuming replays nothing and any process may ask for
-any batch.
+XLA compiles a program for every shape, and padding is wasted work. `TokenBatches` therefore chooses
+a limited number of shapes, by the longer side of a pair, that minimize padding. Every batch is a
+pure function of lengths, seed, step and replica, so resuming replays nothing and any process may
+ask for any batch.
 
 >>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]
 >>> batches = TokenBatches(lengths, tokens=18, num_replicas=1, seed=0, shapes=2)
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_CACHED_EPOCHS = 2  # the one being read, and the one that threads read ahead
+_CACHED_EPOCHS = 2  # the current one, and the one that threads read ahead
 
 
 class Shape(NamedTuple):
@@ -32,28 +32,29 @@ class Shape(NamedTuple):
 
 
 class TokenBatches:
-    """Which pairs every replica trains on at every step.
+    """The pairs on which every replica trains at every step.
 
-    A shape has the pairs whose longer side lies between two lengths. Each epoch shuffles the pairs
-    of a shape, cuts them into steps and shuffles the steps of all shapes: every pair once per
-    epoch, in the same number of steps. In a step all replicas have the same shape, and the pairs
-    are dealt to them by length, back and forth, so that all get nearly the same number of tokens.
+    A bucket has the pairs whose longer side lies between two lengths, and one shape. Each epoch
+    shuffles the pairs of a bucket, cuts them into steps and shuffles the steps of all buckets: it
+    visits every pair once, in the same number of steps. In a step all replicas have the same shape,
+    and the pairs are dealt to them by length, back and forth, so that all get nearly the same
+    number of tokens.
 
-    The number of rows makes the steps of a shape equally full; no step exceeds `2 * tokens` with
-    padding, except where one pair per replica does. At most one row of a block is empty.
+    The number of rows makes the steps of a bucket equally full; no step exceeds `2 * tokens` with
+    padding, unless a single pair per replica does. At most one row of a block is empty.
 
     Args:
       lengths: (N, 2) integers, the tokens of the source and target of every pair, at least 1.
-      tokens: tokens of all sources of a step, over all replicas, and also of all targets:
+      tokens: the number of source tokens of a step over all replicas, and of target tokens:
         `2 * tokens` bounds their sum, with padding.
       num_replicas: n.
-      seed: an integer >= 0; chooses the order.
+      seed: an integer >= 0; determines the order.
       shapes: the largest number of shapes. Each compiles once (per round of a schedule).
-      shuffle: False takes the pairs in the order of their length, the same in every epoch.
+      shuffle: whether to shuffle; False takes the pairs by length, in the same order every epoch.
 
     Attributes:
       shapes: the `Shape` of every bucket, the smallest first.
-      steps_per_epoch: the same for every epoch.
+      steps_per_epoch: the number of steps, the same in every epoch.
       padding_fraction: the share of padding in all blocks of an epoch.
     """
 
@@ -110,12 +111,12 @@ class TokenBatches:
         return self.shapes[self._epoch(epoch)[0][within]]
 
     def block(self, step: int, replica: int) -> np.ndarray:
-        """The pairs of a replica at a step: (rows,) int64, at the end -1 for empty rows."""
+        """The pairs of a replica at a step: (rows,) int64, with -1 for an empty row at the end."""
         epoch, within = divmod(step, self.steps_per_epoch)
         buckets, places, orders = self._epoch(epoch)
         bucket = buckets[within]
         order, steps = orders[bucket], self._steps[bucket]
-        # each step gets whole rounds of dealing, so that only the last may leave a replica short
+        # a step takes whole rounds of dealing, so that only the last step may leave a row empty
         rounds = -(-len(order) // self.num_replicas)
         start, stop = (
             rounds * place // steps * self.num_replicas
@@ -125,7 +126,7 @@ class TokenBatches:
         return self._deal(pairs.astype(np.int64), self.shapes[bucket].rows, replica)
 
     def _deal(self, pairs: np.ndarray, rows: int, replica: int) -> np.ndarray:
-        """Deals pairs, the longest first, to replicas 1, 2, 3, 3, 2, 1 and so on."""
+        """One replica's pairs, dealt the longest first to replicas 0, 1, 2, 2, 1, 0 and so on."""
         longest_first = pairs[
             np.argsort(-self.lengths[pairs].astype(np.int64).sum(1), kind="stable")
         ]
@@ -174,17 +175,17 @@ def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, i
 
 
 def _edges(longer: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` ascending lengths; pairs padded to the next one at or above have least room.
+    """At most `most` ascending lengths that minimize the room of pairs padded to the next of them.
 
-    The best there are, by dynamic programming. All numbers are integers, so all processes find the
-    same.
+    Dynamic programming finds the optimum. All numbers are integers, so all processes find the same
+    lengths.
 
     Args:
-      longer: (N,) the length of the longer side of every pair, at least 1.
+      longer: (N,) integers, the length of the longer side of every pair, at least 1.
     """
     pairs = np.bincount(longer).cumsum()  # of at most this length
     length = np.arange(len(pairs))
-    # [i, j]: what the pairs longer than i take if they are padded to j
+    # [i, j]: the room of the pairs longer than i, and up to j, padded to j
     room = (pairs[None] - pairs[:, None]) * length[None]
     room[length[:, None] > length[None]] = np.iinfo(np.int64).max // 4
     least, before = room[0], []

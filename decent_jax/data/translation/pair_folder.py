@@ -1,13 +1,14 @@
 """Prepared folders of sentence pairs: how they are written, and blocks of pairs read from them.
 
-A prepared folder holds for each split (`train`, `val`, and `test` where there is one)
+A prepared folder holds for each split (`train`, `val`, and possibly `test`)
 
-* `SPLIT.ids`: token ids, uint16 little-endian, of each pair the source's and then the target's;
-* `SPLIT.lengths`: (pairs, 2) uint16 little-endian, how many ids each side has;
-* `SPLIT.offsets`: (pairs,) int64 little-endian, where in the ids each pair begins;
+* `SPLIT.ids`: token ids, uint16 little-endian, of each pair those of the source, then the target;
+* `SPLIT.lengths`: (pairs, 2) uint16 little-endian, the number of ids of each side;
+* `SPLIT.offsets`: (pairs,) int64 little-endian, the place in the ids where each pair begins;
 
-for `val` and `test` the original sentences, `val.en` and so on, one per line; the joint vocabulary
-`vocabulary.model`; and `manifest.json`. Ids do not include padding (0), start (2) and end (3).
+for `val` and `test` also the original sentences, `val.en` and so on, one per line. The folder has
+the joint vocabulary, `vocabulary.model`, and `manifest.json`. Ids do not include padding (0), start
+(2) and end (3).
 """
 
 import functools
@@ -44,12 +45,12 @@ def is_whole(folder: str | Path) -> bool:
 
 
 class TranslationPairs:
-    """The pairs of a split of a prepared folder, memory-mapped; pickling reopens them.
+    """The pairs of a split of a prepared folder, memory-mapped; an unpickled copy opens them again.
 
     Attributes:
-      manifest: the folder's.
-      languages: the source's and the target's.
-      lengths: (N, 2) uint16, the numbers of ids of source and target, without special ones.
+      manifest: the folder's manifest.
+      languages: the codes of the source and the target language.
+      lengths: (N, 2) uint16, the numbers of ids of source and target, without special ids.
 
     Raises:
       DataError: no such folder or split, or a file does not have the length in the manifest.
@@ -78,23 +79,23 @@ class TranslationPairs:
             return np.memmap(path, dtype, "r")
 
     def check(self) -> None:
-        """DataError if lengths and offsets do not match the ids, or an id is too large.
+        """Raises DataError if lengths and offsets do not match the ids, or an id is too large.
 
-        Also if a sentence that is kept as text was changed, or is too long to translate. Reads all
-        files once, in about a second per gigabyte.
+        It does so, too, if a sentence that is kept as text was changed or is too long to translate.
+        It reads all files once, in about a second per gigabyte.
         """
         lengths = self.lengths.sum(1, dtype=np.int64)
         ends = lengths.cumsum()
         if not len(self) or ends[-1] != len(self._ids) or (self._offsets != ends - lengths).any():
             raise DataError(
-                f"{self.folder}: the lengths and offsets of its split {self.split!r} are not those "
-                "of its ids; prepare the data again"
+                f"{self.folder}: the lengths and offsets of its split {self.split!r} do not match "
+                "its ids; prepare the data again"
             )
         largest = int(self._ids.max())
         if largest >= self.vocabulary.size:
             raise DataError(
-                f"{self.folder}: its split {self.split!r} holds id {largest}, its vocabulary has "
-                f"{self.vocabulary.size}; prepare the data again"
+                f"{self.folder}: its split {self.split!r} holds id {largest}, but its vocabulary "
+                f"has {self.vocabulary.size}; prepare the data again"
             )
         if self.split != "train":
             self._check_sentences()
@@ -109,21 +110,21 @@ class TranslationPairs:
             path = self.folder / entry["file"]
             with one_sentence(path):
                 if prepared_folder.sha256_file(path) != entry["sha256"]:
-                    raise DataError(f"{path}: is not what was prepared; prepare the data again")
+                    raise DataError(f"{path}: was changed; prepare the data again")
 
     @functools.cached_property
     def vocabulary(self) -> Subwords:
-        """The joint vocabulary of the ids; DataError where the folder holds another one."""
+        """The joint vocabulary of the ids; DataError if the folder holds another vocabulary."""
         loaded = subwords.load(self.folder)
         if loaded.sha256 != self.manifest["vocab_sha256"]:
             raise DataError(
-                f"{self.folder}: {subwords.FILE} is not the vocabulary these ids were made with;"
-                " prepare the data again"
+                f"{self.folder}: {subwords.FILE} is not the vocabulary of these ids; prepare the"
+                " data again"
             )
         return loaded
 
     def sentences(self, side: int) -> list[str]:
-        """The original sources (0) or targets (1); only val and test keep them."""
+        """The original sources (side 0) or targets (side 1), which only val and test keep."""
         entry = self.manifest["splits"][self.split]
         if "text" not in entry:
             raise DataError(f"{self.folder}: keeps no text of its split {self.split!r}")
@@ -154,7 +155,7 @@ class TranslationPairs:
 
 
 class PairBlocks:
-    """Blocks of pairs; item `step * num_replicas + replica` is what that replica reads.
+    """Blocks of pairs; item `step * num_replicas + replica` is the block of that replica and step.
 
     A block is a dictionary of `source`, int32 (R, S); `target`, int32 (R, T), from the start id to
     the end id; and `weight`, float32 (R,), 1 for a pair and 0 for an empty row. Padding is 0, and
@@ -165,7 +166,7 @@ class PairBlocks:
     Args:
       pairs: the pairs of a split.
       tokens, num_replicas, seed, shapes: as for `TokenBatches`.
-      evaluation: every pair once, in the order of length, instead of endless shuffled epochs.
+      evaluation: whether to visit every pair once, by length, instead of endless shuffled epochs.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class PairBlocks:
         return self.batches.steps_per_epoch
 
     def indices(self, step: int, replica: int) -> np.ndarray:
-        """Which pairs a block holds: (R,) int64, -1 for an empty row."""
+        """The pairs of a block: (R,) int64, -1 for an empty row."""
         return self.batches.block(step, replica)
 
     def block(self, step: int, replica: int) -> dict[str, np.ndarray]:
@@ -214,12 +215,12 @@ class PairBlocks:
 
 
 def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str, np.ndarray]:
-    """The pairs at `indices` (-1: an empty row) as arrays, see `PairBlocks`.
+    """The pairs at `indices` (-1: an empty row) as a padded block, see `PairBlocks`.
 
     Args:
-      pairs: (source, target) ids by index.
+      pairs: (source ids, target ids) by index.
       indices: (R,) integers.
-      source, target: S and T, which hold each pair.
+      source, target: S and T, large enough for each pair with start and end.
     """
     block = {
         "source": np.zeros((len(indices), source), np.int32),
@@ -239,7 +240,7 @@ def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str,
 class TranslationFolderWriter(Draft):
     """Writes a prepared folder: pairs first, then `commit`.
 
-    Leaving the `with` without `commit` leaves no trace.
+    Leaving the `with` without `commit` removes everything.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.
@@ -257,9 +258,9 @@ class TranslationFolderWriter(Draft):
 
         Args:
           split: "train", "val" or "test".
-          ids: uint16, all ids end to end.
-          lengths: (n, 2), the numbers of ids.
-          text: for val and test the n sources and the n targets, without line ends.
+          ids: uint16, the ids of source and target of each pair, one after another.
+          lengths: (n, 2) integers, the numbers of ids.
+          text: for val and test, the n sources and the n targets, without line ends.
         """
         if lengths.max() > np.iinfo(LENGTH).max:
             raise DataError(f"a sentence of {lengths.max()} subwords cannot be stored")
@@ -280,7 +281,7 @@ class TranslationFolderWriter(Draft):
         """Renames the finished folder into place and returns its manifest, with `entries`.
 
         Raises:
-          DataError: another process's folder appeared at `out` and `overwrite` is False.
+          DataError: another process's folder has appeared at `out`, and `overwrite` is False.
         """
         self.append(subwords.FILE, vocabulary.model)
         splits = {split: self._entry(split) for split in SPLITS if self.pairs[split]}

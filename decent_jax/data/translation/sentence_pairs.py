@@ -1,8 +1,8 @@
 """Sentence pairs from parallel files.
 
-A source yields its pairs as blocks of undecoded lines, always the same blocks. Only a line feed
-ends a line: web text is full of other characters that Python's text files treat as line ends, and a
-single one shifts all pairs that follow.
+A source always yields its pairs in the same blocks of undecoded lines. Only a line feed ends a
+line: web text is full of other characters that Python's text files treat as line ends, each of
+which would shift all pairs that follow.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import check_regular
 
 BLOCK_LINES = 5000
-_LONGEST_SENTENCE = 1 << 17  # bytes; 5000 of them are a block
+_LONGEST_SENTENCE = 1 << 17  # bytes; a block has 5000 sentences
 
 _SPLIT_NAMES = {
     "train": ("train",),
@@ -29,8 +29,8 @@ _SPLIT_NAMES = {
 class Lines(NamedTuple):
     """Some pairs of a source, as UTF-8 without line ends.
 
-    `places` are names of the two sides for messages, `line` is the number of the first line, `read`
-    the bytes of progress.
+    `places` are the names of the two sides for messages, `line` is the number of the first line,
+    and `read` the bytes that progress counts.
     """
 
     source: list[bytes]
@@ -45,8 +45,8 @@ class PairSource:
 
     Attributes:
       name: its name in the manifest, which is the same on every machine.
-      files: the source's and the target's.
-      size: in bytes, for progress.
+      files: the file of sources and that of targets.
+      size: bytes of both, for progress.
     """
 
     def __init__(self, source: Path, target: Path):
@@ -59,7 +59,7 @@ class PairSource:
                 self.size += path.stat().st_size
 
     def blocks(self) -> Iterator[Lines]:
-        """All pairs; DataError where they cannot be read."""
+        """All pairs in blocks; DataError if they cannot be read."""
         places = str(self.files[0]), str(self.files[1])
         counts, read = [0, 0], 0
         with _lines(self.files[0]) as (sources, raw1), _lines(self.files[1]) as (targets, raw2):
@@ -75,8 +75,8 @@ class PairSource:
                 raise DataError(f"{place}: is empty")
         if counts[0] != counts[1]:
             raise DataError(
-                f"{places[0]} has {counts[0]} lines and {places[1]} has {counts[1]}; the two sides"
-                " must have a line each for every pair"
+                f"{places[0]} has {counts[0]} lines and {places[1]} has {counts[1]}; both must"
+                " have one line per pair"
             )
 
 
@@ -85,7 +85,7 @@ def _lines(path: Path):
     """`with _lines(path) as (lines, raw)`: an iterator of bytes, and the file on the disk."""
 
     def lines(file) -> Iterator[bytes]:
-        with one_sentence(path):  # not that of the other side, which is open, too
+        with one_sentence(path):  # an error here is not about the other side, also open
             for number in itertools.count(1):
                 line = read_line(file, _LONGEST_SENTENCE, f"{path}, line {number}")
                 if not line:
@@ -110,14 +110,14 @@ def find_inputs(
     val: str | Path | None = None,
     test: str | Path | None = None,
 ) -> Inputs:
-    """The sources that paths stand for.
+    """The sources for which paths stand.
 
     A path is a prefix (`train` for `train.en` and `train.de`, each plain or packed) or, for
     training, a folder of such files, which may hold validation and test pairs too.
 
     Args:
       inputs: the paths.
-      languages: of the source and the target side.
+      languages: the codes of the source and the target language.
       val, test: paths that replace the folders' validation and test pairs.
 
     Raises:
@@ -143,7 +143,7 @@ def find_inputs(
 
 
 def left_out(inputs: Iterable[str | Path], sources: Inputs) -> Counter[str]:
-    """How many of each kind lie in the folders among ``inputs`` and are not of ``sources``."""
+    """The numbers of files of each kind in the folders of ``inputs`` that are not read."""
     read = {file.resolve() for source in itertools.chain(*sources) for file in source.files}
     return Counter(
         f"folder {path.name}" if path.is_dir() else kind_of(path.name)
@@ -177,7 +177,7 @@ def _one(path: Path, languages) -> PairSource:
 
 
 def _sides(prefix: Path, languages) -> list[Path]:
-    """The files of the languages, as far as they exist."""
+    """The files of the two languages that exist."""
     sides = []
     for language in languages:
         files = (prefix.with_name(f"{prefix.name}.{language}{packed}") for packed in PACKED)

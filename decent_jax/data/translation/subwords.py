@@ -1,9 +1,8 @@
 """A joint vocabulary of subwords for two languages: byte pair encoding by sentencepiece.
 
 Why sentencepiece: its training is a function of the counted words alone (sorted, one thread),
-unknown characters fall back to bytes, and runtimes in many languages read its one file without
-Python. (The trainer of Hugging Face's tokenizers can break ties by the order of a hash table: its
-issue 1794.)
+unknown characters fall back to bytes, and its single file can be read from many languages. (The
+trainer of Hugging Face's tokenizers may break ties by the order of a hash table: its issue 1794.)
 
 >>> vocabulary = train({"new": 9, "newer": 5, "lower": 4, "low": 3}, size=280)
 >>> ids = vocabulary.encode("newer  “lower” ☃")
@@ -33,9 +32,9 @@ LARGEST = 1 << 16  # ids are stored in 16 bits
 LONGEST = 1024  # subwords of a sentence to translate; memory grows with the square
 
 _BYTES = 256
-_COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
+_COVERAGE = 0.9999  # share of the characters with a subword; the rarest are spelled in bytes
 
-# Variants of characters that word processors change. Guillemets and the dash "–" stay: they are
+# Variants of characters, as word processors insert them. Guillemets and the dash "–" stay: they are
 # correct French and German.
 SAME = {
     "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
@@ -53,9 +52,9 @@ _CHANGED, _REMOVED = re.compile(f"[{''.join(_REPLACEMENT)}]"), re.compile(f"[{RE
 def normalize(text: str) -> str:
     """The text in a canonical spelling.
 
-    NFC; one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and dashes (`–`);
-    no control characters, soft hyphens or zero-width spaces; single spaces between words and none
-    around. Applying it again changes nothing.
+    It is in NFC, with one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and
+    dashes (`–`), without control characters, soft hyphens or zero-width spaces, and with single
+    spaces between words and none around them. Normalizing it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
@@ -70,13 +69,13 @@ def _replace(match: re.Match) -> str:
 
 
 class Subwords:
-    """Text to ids and back.
+    """A vocabulary that turns text into ids and back.
 
     Attributes:
       model: the content of sentencepiece's model file.
       size: ids lie in `[0, size)`: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
         4 to 259 single bytes.
-      sha256: of `model`; runs with the same one can exchange ids.
+      sha256: the hash of `model`; runs with the same hash can exchange ids.
     """
 
     def __init__(self, model: bytes):
@@ -88,15 +87,15 @@ class Subwords:
         self.sha256 = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text` once normalized: uint16 (tokens,), without start and end."""
+        """The ids of the normalized `text`: uint16 (tokens,), without start and end."""
         return np.array(self._processor.encode(normalize(text)), np.uint16)
 
     def encode_normalized(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, all normalized already."""
+        """The ids of each text; all texts are already normalized."""
         return self._processor.encode(texts, num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special ids are left out, a torn character shows as U+FFFD."""
+        """The text of `ids`, without special ids and with U+FFFD for an incomplete character."""
         ids = checked_ids(ids, self.size)
         return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
 
@@ -122,11 +121,11 @@ def load(folder: str | Path) -> Subwords:
             raise RuntimeError
         return Subwords(model)
     except RuntimeError:  # sentencepiece's only kind
-        raise DataError(f"{path}: is damaged, or no model of sentencepiece") from None
+        raise DataError(f"{path}: is damaged, or not a model of sentencepiece") from None
 
 
 def check_size(size: int) -> None:
-    """Raises DataError if no vocabulary can have so many ids."""
+    """Raises DataError if no vocabulary can have this number of ids."""
     if not len(SPECIAL) + _BYTES < size <= LARGEST:
         raise DataError(
             f"a vocabulary has between {len(SPECIAL) + _BYTES + 1} and {LARGEST} ids, got"
@@ -135,7 +134,7 @@ def check_size(size: int) -> None:
 
 
 def train(words: Mapping[str, int], size: int) -> Subwords:
-    """The vocabulary of `size` ids for words (runs without a space) and their counts.
+    """Trains a vocabulary of `size` ids on words (runs without a space) and their counts.
 
     The order of `words` does not matter.
 
@@ -172,7 +171,7 @@ def train(words: Mapping[str, int], size: int) -> Subwords:
 def _explained(error: str, size: int) -> str:
     if match := re.search(r"too high \(\d+\).*<= (\d+)", error):
         return (
-            f"the text cannot carry a vocabulary of {size}, at most one of {match[1]}; pass a"
+            f"the text is too small for a vocabulary of {size}, at most one of {match[1]}; pass a"
             " smaller --vocab_size"
         )
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
@@ -191,15 +190,15 @@ _SPACE = "\u2581"  # sentencepiece's sign for a space
 
 
 def hf_files(vocabulary: Subwords, longest: int) -> dict[str, bytes]:
-    """The vocabulary as files of Hugging Face: file name -> content.
+    """The vocabulary as files of Hugging Face: {file name: content}.
 
-    With them the library `tokenizers`, and so `transformers.AutoTokenizer`, produces the ids of
-    `Subwords.encode`: the same normalization, then the same merges, which sentencepiece keeps as
+    With these, the library `tokenizers`, and thus `transformers.AutoTokenizer`, produces the ids of
+    `Subwords.encode`: the same normalization, then the same merges, which sentencepiece stores as
     the order of its pieces. Sources end without a special token, as in training.
 
     Args:
-      vocabulary: of both languages.
-      longest: tokens that a sentence may have.
+      vocabulary: the joint vocabulary.
+      longest: the most tokens of a sentence.
     """
     pieces = vocabulary.pieces()
     names = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), pieces, strict=False))
@@ -254,7 +253,7 @@ def _tokenizer(pieces: list[str]) -> dict:
 
 
 def _spelling() -> list[dict]:
-    """`subwords.normalize`, and sentencepiece's signs for spaces."""
+    """The steps of `normalize`, and sentencepiece's signs for spaces."""
     same = [_replacing({"Regex": _one_of(others)}, plain) for plain, others in SAME.items()]
     white = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
     return [
@@ -274,13 +273,13 @@ def _replacing(pattern: dict[str, str], content: str) -> dict:
 
 
 def _one_of(characters: str) -> str:
-    """A class of a regular expression; ``-`` between two characters is a range of them."""
+    """A character class of a regular expression, in which ``-`` between characters is a range."""
     escaped = (c if c == "-" else f"\\x{{{ord(c):x}}}" for c in characters)
     return f"[{''.join(escaped)}]"
 
 
 def _merges(pieces: list[str]) -> list[tuple[str, str]]:
-    """Every pair of pieces that joins to another, the earliest piece first."""
+    """The pairs of pieces that join to another piece, in the order of that piece."""
     known = set(pieces[len(SPECIAL) :])
     return [
         (piece[:cut], piece[cut:])
