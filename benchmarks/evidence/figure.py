@@ -35,7 +35,6 @@ TASKS = {  # what the tables show, and the factor and unit of it
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
 }
 BEST_RATE = (("learning_rate", 4e-3),)  # on Shakespeare, of those tried with three seeds
-NANOGPT = 1.88  # its published validation loss on Shakespeare, of the recipe for CPUs
 BATCH, SEQUENCE = 16, 128  # of the language model: sequences per step, tokens of each
 
 
@@ -68,6 +67,12 @@ SHOWN = {
         {"accum_adam": "one_peer_exp", "all_reduce": "all_reduce"} | KNOWS_HOSTS,
         "50mbit",
     ),
+}
+
+
+KNOWN = {  # a panel's title, unit and settings, and the published result with its source
+    "shakespeare": ("Shakespeare: loss, nats per character", 1, ((), BEST_RATE), 1.88, "nanoGPT"),
+    "cifar10_fast": ("CIFAR-10 in 8 epochs: top-1, %", 100, ((),), 94.01, "cifar10-airbench"),
 }
 
 
@@ -233,7 +238,8 @@ def draw(records: Sequence[Record], path: Path, times: Mapping[tuple[str, str], 
     panels = []
     for task in SHOWN:
         panels += [learning_panel(records, task), time_panel(records, task, times)]
-    panels += [budget_panel(records), language_panel(records), shakespeare_panel(records)]
+    panels += [budget_panel(records), language_panel(records)]
+    panels += [known_panel(records, task) for task in KNOWN]
     panels = [panel for panel in panels if panel.curves]
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -321,20 +327,20 @@ def language_panel(records: Sequence[Record]) -> Panel:
     return Panel("Language: % of the loss above all-reduce", "million tokens", curves)
 
 
-def shakespeare_panel(records: Sequence[Record]) -> Panel:
-    """The loss of the four replicas' arms against steps, means of seeds, and the published one."""
-    runs, curves = arms(records, "shakespeare"), []
-    shown = [key for key in runs if key[0] in ((), BEST_RATE)]
-    for (setting, arm), colour in zip(shown, COLOURS, strict=True):
-        own = runs[setting, arm]
-        steps, _ = own[0].series("eval/loss")
-        loss = np.mean([record.series("eval/loss")[1] for record in own], axis=0)
+def known_panel(records: Sequence[Record], task: str) -> Panel:
+    """A task's arms against steps, means of their seeds, and the published result."""
+    title, factor, settings, published, source = KNOWN[task]
+    runs, metric, curves = arms(records, task), TASKS[task][0][1], []
+    shown = [key for key in runs if key[0] in settings]
+    for (setting, arm), colour in zip(shown, COLOURS, strict=False):
+        series = [record.series(metric) for record in runs[setting, arm]]
+        values = factor * np.mean([values for _, values in series], axis=0)
         label = ", ".join([arm, *(f"rate {rate:g}" for _, rate in setting)])
-        curves.append(Curve(steps, loss, label, colour, "-"))
+        curves.append(Curve(series[0][0], values, label, colour, "-"))
     if curves:
         x = curves[0].x
-        curves.append(Curve(x, [NANOGPT] * len(x), "published by nanoGPT", "0.5", "--"))
-    return Panel("Shakespeare: loss, nats per character", "steps", curves)
+        curves.append(Curve(x, [published] * len(x), f"published by {source}", "0.5", "--"))
+    return Panel(title, "steps", curves)
 
 
 def _lengths(runs: dict[tuple, list[Record]], arm: str) -> list[float]:

@@ -277,7 +277,7 @@ def print_tables(rows: list[dict]) -> None:
         found = best_rows(of_size)
         base = found.get("all_reduce, Adam")
         print(f"{size:,} parameters\n")
-        print("| method | schedule | learning rate | of | loss | MB per step | times fewer |")
+        print("| method | schedule | learning rate | tried | loss | MB per step | times fewer |")
         print("|---|---|---|---|---|---|---|")
         for label, mine in found.items():
             tried = sorted({row["learning_rate"] for row in of_size if row["method"] == label})
