@@ -35,7 +35,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree
 
 
-Code = Callable[..., PyTree]  # for one device or one replica
+Code = Callable[..., PyTree]  # a function for one device or one replica
 _ARRAYS: Any = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
@@ -87,8 +87,8 @@ class Placement:
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of a stacked array (n, ...) of the training state.
 
-        The largest dimension that ``fsdp`` divides (the first of equal ones) is sharded over the
-        devices of a replica. Arrays without such a dimension are replicated on them.
+        The largest dimension that ``fsdp`` divides (the first if several are largest) is sharded
+        over the devices of a replica. Arrays without such a dimension are replicated on them.
         """
         return self._sharded(shape, range(1, len(shape)))
 
@@ -349,7 +349,7 @@ def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.
 
 
 class Consensus(NamedTuple):
-    """How far replicas are from their mean."""
+    """Distances of the replicas from their mean, float32 each."""
 
     distance: jax.Array  # shape=(): sqrt(mean_i ||x_i - mean||^2) over the finite replicas
     relative: jax.Array  # shape=(): distance / ||mean||

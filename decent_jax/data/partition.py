@@ -3,8 +3,8 @@
 Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: every replica draws
 a mixture q of the classes around the mixture p of the whole data set, q ~ Dirichlet, and takes
 records according to q without replacement. All replicas draw simultaneously and equally often; once
-a class is exhausted, the others are drawn in proportion to q. So each record belongs to one
-replica, and all replicas own the same number (fewer than n records are left out). The alternative,
+a class is exhausted, the others are drawn in proportion to q. Each record thus belongs to one
+replica, and all replicas own equally many (fewer than n records are left out). The alternative,
 which divides each class among the replicas (Yurochkin et al., 2019), leaves some replicas with few
 records.
 
@@ -33,7 +33,7 @@ from decent_jax.ground.errors import DataError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partition:
-    """Which replica owns which record.
+    """The division of a source's records among the replicas.
 
     Attributes:
       alpha: the argument of `dirichlet`.
@@ -155,7 +155,7 @@ def for_run(
     if own < batch:
         raise DataError(
             f"data.partition 'dirichlet' leaves {own} of {len(labels)} records to each of"
-            f" {num_replicas} replicas, less than a replica's batch of {batch}; use fewer replicas,"
+            f" {num_replicas} replicas, fewer than its batch of {batch}; use fewer replicas,"
             " a smaller batch_size or more data"
         )
     return dirichlet(labels, num_replicas, alpha, seed, class_names=class_names)

@@ -31,8 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Array = Any  # of JAX or of NumPy
-Parts = tuple[Array, ...]  # of a message
+Array = Any  # an array of JAX or of NumPy
+Parts = tuple[Array, ...]  # the arrays of a message
 
 
 class Codec:

@@ -39,7 +39,7 @@ class Simulated(NamedTuple):
 
     Nothing is sent: the matrix multiplies the stacked rows (`jax.vmap` without `jax.shard_map`).
 
-    round: static Python int, the round that this one replaces; `receive` uses only the partners of
+    round: static Python int, the number of the replaced round; `receive` uses only the partners of
       that round, with weights from the matrix.
     matrix: (n, n) float; row i holds the weights that replica i gives.
     """
@@ -284,7 +284,7 @@ def mix_coded(
     *,
     finite: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of the decoded messages, and this replica's own one.
+    """``(sum_j W_ij Q(x_j), Q(x_i))``: the mix of all decoded messages, and this replica's message.
 
     The arguments are those of `mix`.
     """

@@ -143,7 +143,7 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
 
     Args:
       path: the path in ``flag``.
-      flag: for the message, such as ``"--out"``.
+      flag: its name in the message, such as ``"--out"``.
       ours: pattern for the first bytes of a file of this package.
     """
     path = Path(path)

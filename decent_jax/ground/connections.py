@@ -85,7 +85,7 @@ class Listener:
                 guest, address = self._server.accept()
             except TimeoutError:
                 continue
-            except OSError:  # it disconnected at once, or this process has no more file descriptors
+            except OSError:  # the client disconnected, or this process has no more descriptors
                 time.sleep(0 if self._closed else _TICK_S)
                 continue
             with self._lock:

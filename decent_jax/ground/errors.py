@@ -82,7 +82,7 @@ PEER_LOST = 75  # exit code (EX_TEMPFAIL): another process was lost; run the sam
 
 
 class PeerLost(Foreseen, RuntimeError):
-    """An exchange with other processes failed; if it is known which one is lost, this one exits."""
+    """An exchange with other processes failed; if the lost process is known, this one exits."""
 
     code = PEER_LOST
 

@@ -71,7 +71,7 @@ def shown(value: object) -> str:
         return f"an integer of about {round(value.bit_length() * 0.30103)} digits"
     try:
         return shorten(repr(value), 60)
-    except RecursionError:  # from a file
+    except RecursionError:  # a value from a file may be nested too deep
         return f"a {type(value).__name__} that is nested too deep"
 
 

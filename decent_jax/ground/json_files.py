@@ -14,8 +14,8 @@ from decent_jax.ground.errors import DataError
 Json: TypeAlias = dict[str, Any]
 """A JSON object: its values are numbers, strings, booleans, lists and objects."""
 
-MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader sets another limit
-_RECORD_BYTES = 512  # of a file that `overwrite_json` writes
+MOST_BYTES = 1 << 28  # largest size of a file that is read whole, unless its reader sets another
+_RECORD_BYTES = 512  # size of a file that `overwrite_json` writes
 
 
 def check_regular(path: str | Path) -> None:
@@ -70,7 +70,7 @@ def read_entries(path: str | Path) -> Json:
     try:
         return flat(read_json(path))
     except (AttributeError, RecursionError):
-        raise DataError(f"{path}: not an object of JSON") from None
+        raise DataError(f"{path}: not a JSON object") from None
 
 
 def read_format(path: str | Path, kind: str, form: str) -> Json:

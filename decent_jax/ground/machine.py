@@ -15,7 +15,7 @@ def memory_bytes() -> int:
 
 
 def check_memory(needed: float, what: str, there: float | None = None) -> None:
-    """Raises ConfigError if ``what`` needs more bytes than this machine has, or Ray: ``there``."""
+    """Raises ConfigError if ``what`` needs more bytes than this machine (Ray: ``there``) has."""
     has = memory_bytes() if there is None else there
     if needed > has:
         raise ConfigError(

@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 LOCK = ".lock"  # names the process that owns the directory
 START = "run.json"  # facts about the current or last session
 _LARGEST = 2**62  # more than any step or count
-_MOST_BYTES = 1 << 30  # of metrics.jsonl
+_MOST_BYTES = 1 << 30  # largest size of metrics.jsonl
 _MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -1,7 +1,7 @@
 """The decoders that predict the next token, `gpt2` and `llama`, as functions.
 
 A module holds only parameters (no random state), so a model *is* its parameters: a plain
-nested dict that can be stacked, mixed and saved. A training step needs only three functions::
+nested dict that can be stacked, mixed and saved. A training step needs only two functions::
 
     config = PRESETS["small"]
     params = init(config, jax.random.key(0))
@@ -114,7 +114,7 @@ def generate(
       params: as `init` returns them.
       prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
       num_tokens: the number of tokens to add (static: each number compiles once).
-      key: for sampling; unused at temperature 0.
+      key: PRNG key for sampling; unused at temperature 0.
       temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
       top_k: sample among the k likeliest tokens (static); 0 is all of them.
 

@@ -26,7 +26,7 @@ class GPT2Config:
       width: size of a hidden vector.
       bias: biases in linear layers and LayerNorms; False removes all of them.
       dropout: rate for embeddings, attention probabilities and residual branches.
-      dtype: of activations and matrix products; parameters and the statistics of LayerNorms and
+      dtype: that of activations and matrix products; parameters, and statistics of LayerNorms and
         softmaxes are always float32.
       remat: recompute each block in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
@@ -108,7 +108,7 @@ class GPT2(nnx.Module):
         Args:
           tokens: ``(B, T)`` integers in ``[0, vocab_size)``, ``T <= context``. A token beyond
             the vocabulary gives NaN.
-          dropout_rng: key for dropout; there is none if it is None or ``config.dropout`` is 0.
+          dropout_rng: key for dropout; None, or ``config.dropout == 0``, turns dropout off.
 
         Returns:
           ``(B, T, vocab_size)`` in ``config.dtype``.

@@ -84,7 +84,7 @@ def _transformer(config: TransformerConfig) -> dict:
     }
 
 
-SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
+SPECIAL_IDS = {  # a Transformer's, for config.json and generation_config.json
     "pad_token_id": PAD,
     "bos_token_id": START,
     "eos_token_id": END,
@@ -115,7 +115,7 @@ _FIELDS = {  # fields of a run's config that correspond to keys of config.json
     **{"rope_theta": "rope_theta", "rms_norm_eps": "norm_epsilon", "tie_word_embeddings": "tied"},
 }
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
-_ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and of those before
+_ROPE = ("rope_parameters", "rope_scaling")  # the key of transformers 5, and the older key
 _OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # Keys that do not affect what the weights compute (vocab_size: the rows themselves are checked).
 _NEUTRAL = {*_ROPE} | set(
@@ -158,7 +158,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     if not isinstance(said, dict) or said.get("model_type") != kind:
         named = said.get("model_type") if isinstance(said, dict) else None
         raise ValueError(
-            f"{path} says model_type {shown(named)}, and this run's model is a {kind!r}"
+            f"{path} says model_type {shown(named)}, but this run's model is a {kind!r}"
         )
     wanted = _complete(kind, wanted)
     try:

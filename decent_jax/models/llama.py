@@ -55,7 +55,7 @@ class LlamaConfig:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(
                 f"width {self.width} must be an even multiple of heads {self.heads}: rotary "
-                "positions turn pairs of numbers"
+                "positions rotate pairs of numbers"
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")

@@ -29,7 +29,7 @@ def check(config: Config) -> None:
 def check_dtype(config: Config) -> None:
     """Raises ValueError if activations are float64 and float64 is not enabled."""
     if config.dtype == "float64" and not jax.config.values["jax_enable_x64"]:
-        raise ValueError("dtype float64 needs the variable JAX_ENABLE_X64=1; use float32")
+        raise ValueError("dtype float64 needs JAX_ENABLE_X64=1 in the environment; or use float32")
 
 
 # --- The functional adapter -----------------------------------------------------------------------

@@ -26,11 +26,11 @@ from decent_jax import cpu
 from decent_jax.models import pieces
 from decent_jax.models.pieces import Config, Params
 
-Statistics = Params  # of the same form
+Statistics = Params  # nested dicts of the same form
 
-EPSILON = 1e-5  # of batch norm, as in torchvision
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet's training images in [0, 1]: what inputs are
-STD = (0.229, 0.224, 0.225)  # normalized with
+EPSILON = 1e-5  # batch norm's, as in torchvision
+MEAN = (0.485, 0.456, 0.406)  # mean and standard deviation of ImageNet's training images in [0, 1],
+STD = (0.229, 0.224, 0.225)  # by which inputs are normalized
 _NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -48,8 +48,8 @@ class ResNetConfig:
       small_images: start with a 3x3 convolution of stride 1, for images of about 32 pixels,
         instead of one of 7x7 and stride 2 and a max pool of stride 2.
       momentum: decay of the running statistics per step.
-      epsilon: of batch norm, added to the variances.
-      dtype: of activations and convolutions; parameters, statistics, the normalization and the
+      epsilon: number that batch norm adds to the variances.
+      dtype: that of activations and convolutions; parameters, statistics, normalization and the
         last layer are float32 (float64 in a float64 model).
     """
 

@@ -43,7 +43,7 @@ class TransformerConfig:
         and residual branches.
       norm: ``"post"``, LayerNorm after each residual sum, as published; or ``"pre"``, before
         each branch and once more after the last layer (needs no warm-up to train deep).
-      dtype: of activations and matrix products; parameters and the statistics of LayerNorms and
+      dtype: that of activations and matrix products; parameters, and statistics of LayerNorms and
         softmaxes are always float32.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
         Args:
           source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` after the sentence. A token
             beyond the vocabulary gives NaN.
-          rng: key for dropout; there is none if it is None or ``config.dropout`` is 0.
+          rng: key for dropout; None, or ``config.dropout == 0``, turns dropout off.
 
         Returns:
           The memory, ``(B, S, width)`` in ``config.dtype``; meaningless at padding.

@@ -119,7 +119,7 @@ def _write(path: Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, st
 
 # --- Decoders -----------------------------------------------------------------------------------
 
-_PREFIXES = "_orig_mod.", "transformer."  # of torch.compile, and of GPT2LMHeadModel
+_PREFIXES = "_orig_mod.", "transformer."  # those of torch.compile and of GPT2LMHeadModel
 _HEAD = "lm_head.weight"
 _OF_VOCABULARY = ("wte.weight", "model.embed_tokens.weight", _HEAD)
 _IGNORED = (".attn.bias", ".attn.masked_bias")
@@ -268,7 +268,7 @@ def _check_frequencies(stored: np.ndarray, name: str, config: decoders.Config) -
     """Raises ValueError if a Llama was trained with other rotary frequencies."""
     theta, places = getattr(config, "rope_theta", math.nan), np.arange(stored.size) / stored.size
     if not np.allclose(stored, theta**-places, rtol=0.02):  # bfloat16 rounds
-        raise ValueError(f"{name} has other frequencies than model.rope_theta {theta:g} gives")
+        raise ValueError(f"{name} has other frequencies than those of model.rope_theta {theta:g}")
 
 
 def save_decoder(

@@ -66,7 +66,7 @@ def decentralized(
 
     Args:
       inner: any optax transformation; clipping belongs here.
-      schedule: for as many replicas as the axes hold; every replica's weights sum to 1.
+      schedule: a schedule for as many replicas as the axes hold, with rows that sum to 1.
       combine: ``"awc"`` or ``"atc"``.
       axis_name: see `decent_jax.gossip.mix`.
       codec: message format, see `decent_jax.gossip.codecs`.

@@ -173,7 +173,7 @@ class Method(optax.GradientTransformationExtraArgs):
 
 
 def as_method(transformation: optax.GradientTransformation) -> Method:
-    """The transformation as a `Method`; if it is not one yet, it overlaps no messages."""
+    """The transformation as a `Method`; a plain transformation overlaps no messages."""
     if isinstance(transformation, Method):
         return transformation
     return Method(*optax.with_extra_args_support(transformation))
@@ -200,7 +200,7 @@ def method(
       own: the initial state of the method, from the parameters.
       axis_name: the replica axis; replicas then draw different random numbers. None: all replicas
         make the same update, and nothing else moves their parameters.
-      early, delayed: of the `Method`.
+      early, delayed: fields of the `Method`.
 
     Returns:
       A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required); ``value``,
@@ -209,7 +209,7 @@ def method(
     """
     validation.is_transformation(inner)
     optimizer = _in_float32(optax.with_extra_args_support(inner or optax.identity()))
-    check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # it traces
+    check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # traces, so cached
 
     def init(params: PyTree) -> GuardedState:
         gossip.mixable(params)  # refuses arrays that cannot be mixed, naming them

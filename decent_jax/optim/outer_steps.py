@@ -1,4 +1,4 @@
-"""What DiLoCo, NoLoCo and SparseLoCo share: local steps, and in every round an outer step.
+"""The core of DiLoCo, NoLoCo and SparseLoCo: local steps, and in every round an outer step.
 
 An outer step moves one fragment of the parameters; its message can overlap local steps.
 """
@@ -69,7 +69,7 @@ def outer_steps(
     ) -> Message:
         f, which = fragment(round, late)
         theta, late = take_leaves(own.theta, which), take_leaves(late, which)
-        count = count + max(delay - 1, 0)  # at the update that has the round
+        count = count + max(delay - 1, 0)  # that of the update that has the round
         departure = Departure(round, count, gossip.Between(after))
         return outer_step(theta, late, own.states[f], departure)
 

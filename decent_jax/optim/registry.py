@@ -38,14 +38,14 @@ ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
 Pairwise = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
-Numbers = Mapping[str, Any]  # of a method or an optimizer, by name
+Numbers = Mapping[str, Any]  # the numbers of a method or an optimizer, by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """The arguments that a run passes to its method; a factory takes the fields it names.
 
-    schedule: of the rounds passed to ``update``.
+    schedule: the schedule whose rounds are passed to ``update``.
     learning_rate: a float or an optax schedule of the step.
     inner: the local optimizer with this learning rate, for the methods that take one.
     axis_name, codec: as in `decent_jax.optim.decentralized`.
@@ -220,7 +220,7 @@ def register(
     has a section with the method's numbers.
 
     Args:
-      name, make: of the method, see `MethodSpec`.
+      name, make: fields of `MethodSpec`.
       declared: other fields of `MethodSpec`.
 
     Raises:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 def linear_warmup_cosine_schedule(
     peak: float, warmup_steps: int, steps: int, *, start_factor: float = 0.0, end: float = 0.0
 ) -> optax.Schedule:
-    """From ``start_factor * peak`` linearly to ``peak``, then along a cosine to ``end``.
+    """A linear rise from ``start_factor * peak`` to ``peak``, then a cosine to ``end``.
 
     The peak is reached at step ``warmup_steps`` and ``end`` at step ``steps``; constant after that.
     """
@@ -25,7 +25,7 @@ def linear_warmup_cosine_schedule(
 def linear_warmup_linear_schedule(
     peak: float, warmup_steps: int, steps: int, *, end: float = 0.0
 ) -> optax.Schedule:
-    """From ``peak / warmup_steps`` linearly to ``peak``, then linearly to ``end``.
+    """A linear rise from ``peak / warmup_steps`` to ``peak``, then a linear fall to ``end``.
 
     For 0-based step t, ``peak`` at ``warmup_steps - 1``, or at 0 without a warm-up.
 
@@ -47,7 +47,7 @@ def linear_warmup_linear_schedule(
 def linear_warmup_step_schedule(
     peak: float, warmup_steps: int, drops: Sequence[int], factor: float
 ) -> optax.Schedule:
-    """From ``peak / warmup_steps`` linearly to ``peak``, times ``factor`` at each of ``drops``.
+    """A linear rise to ``peak``, which is multiplied by ``factor`` at each of ``drops``.
 
     For 0-based step t: ``peak * min(1, (t + 1) / warmup_steps)``, times ``factor`` once for each
     drop <= t (Goyal et al., 2017, arXiv:1706.02677, with drops after 30, 60 and 80 of 90 epochs).

@@ -117,14 +117,14 @@ def _sets(optimizer: optax.GradientTransformation, structure: PyTree, leaves: Py
     return _DIFFERENCE in _origins(program, [_PARAMS] * len(leaves) + [""] * others)
 
 
-# What an array of a program is: the parameters, something minus the parameters, or anything else.
+# Origins of an array: the parameters, something minus the parameters, or, if "", anything else.
 _PARAMS, _DIFFERENCE = "x", "y - x"
 # Primitives that pass on their first operand.
 _HAND_ON = ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
 
 
 def _origins(program: Jaxpr, of_inputs: list[str]) -> list[str]:
-    """What each output of a program is, if its inputs are ``of_inputs``."""
+    """The origin of each output of a program, given those of its inputs, ``of_inputs``."""
     known: dict[object, str] = dict(zip(program.invars, of_inputs, strict=False))
 
     def of(variables: list[PyTree]) -> list[str]:

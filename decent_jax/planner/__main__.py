@@ -4,7 +4,7 @@
     decent-jax planner recommend   which schedule, how often, in which format
     decent-jax planner place       which replica or pipeline stage on which device
 
-Each has more details with --help. None of them needs a GPU or the cluster.
+Each command has more details in its --help. None of them needs a GPU or the cluster.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What communication costs on a network: transfers, permutes, means of groups, all-reduce.
+"""The cost of communication on a network: transfers, permutes, means of groups, all-reduce.
 
 Replica i is on device i of the `Network`; ``network.take(order)`` gives another placement. A
 transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
@@ -267,7 +267,7 @@ def all_reduce_phases(
         return _hierarchical_all_reduce(network, groups, num_bytes)
     makers = {"ring": [ring_phase], "tree": [tree_phase], "auto": [ring_phase, tree_phase]}
     if algorithm not in makers:
-        raise ValueError(f"an all-reduce is auto, ring, tree or hierarchical, got {algorithm!r}")
+        raise ValueError(f"all-reduce must be auto, ring, tree or hierarchical, got {algorithm!r}")
     phases = [make(network, groups, num_bytes) for make in makers[algorithm]]
     fastest = np.min([phase.duration_s for phase in phases], axis=0)
     return [Phase(fastest, label=phases[0].label)]

@@ -29,7 +29,7 @@ from decent_jax.ground.json_files import read_format, write_json_atomic
 FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
 
-_COPIES = 20  # of a matrix of all pairs, in memory at a time
+_COPIES = 20  # copies of a matrix of all pairs in memory at a time
 _LATENCY_NOISE_S = 50e-6  # by which two directions may differ: noise of the clock
 _LARGEST_ASYMMETRY = 1.25  # directions that differ more were measured under different load
 _SLOWEST = 1e3  # bytes per second of a plausible network
@@ -152,10 +152,10 @@ def from_matrices(
 
     Args:
       node: (n,) the machine of each device; default: every device is a machine of its own.
-      nic_bytes_per_s: of each machine, None or infinite where nothing is shared; default: the
+      nic_bytes_per_s: each machine's, None or infinite where nothing is shared; default: the
         fastest link that leaves the machine (links are measured one at a time, so no measurement
         shows that two transfers together are faster than one).
-      names: of the devices; default: node0/0, node0/1, ...
+      names: the devices' names; default: node0/0, node0/1, ...
       symmetrize: whether the slower direction of every pair counts for both.
 
     Raises:

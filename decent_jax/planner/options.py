@@ -76,7 +76,7 @@ Flag = tuple[str, str, Callable[[str], object], object, str]
 NETWORK = (
     ("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
     ("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
-    ("devices_per_node", "L", COUNT, None, "of a preset (default: config.replicas_per_node)"),
+    ("devices_per_node", "L", COUNT, None, "preset's (default: config.replicas_per_node)"),
 )
 WORKLOAD = (
     ("parameters", "P", PARAMETERS, None, "number of parameters of the model"),
@@ -116,7 +116,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         *SEARCH,
         ("parameters", "P", PARAMETERS, MUST, "number of parameters of the model"),
         ("schedule", "NAME", str, "one_peer_exp", f"one of {SCHEDULES}"),
-        ("compute_s", "S", number(0, LONGEST_S), 0.0, "of a replica's batch"),
+        ("compute_s", "S", number(0, LONGEST_S), 0.0, "seconds of a replica's batch"),
     ),
     STAGES: (
         ("stages", "K", COUNT, None, "pipeline stages"),

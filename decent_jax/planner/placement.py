@@ -172,7 +172,7 @@ class Problem:
         if network.num_devices < job.num_devices:
             raise ValueError(
                 f"{job.num_stages} stages of {job.num_replicas} replicas need {job.num_devices} "
-                f"devices, but the network has {network.num_devices}; ask for fewer stages or "
+                f"devices, but the network has {network.num_devices}; use fewer stages or "
                 "replicas"
             )
         self.job = job

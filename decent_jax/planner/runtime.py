@@ -179,7 +179,7 @@ def codes(schedule: Schedule, codec: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Gossip:
-    """Parameters mixed by a schedule.
+    """Gossip of parameters by a schedule.
 
     mix_every: H; every H-th step has a round.
     combine: "awc" hides the round behind the step, "atc" exposes it.
@@ -214,7 +214,7 @@ Algorithm = AllReduce | Gossip
 class Bucket(NamedTuple):
     """A part of the model that is sent in one message."""
 
-    num_bytes: float  # in float32
+    num_bytes: float  # its bytes in float32
     backward: float  # fraction of the backward pass between the previous bucket and this one
 
 

@@ -25,7 +25,7 @@ from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
 
 class Event(NamedTuple):
-    """What a replica does from ``start_s`` to ``end_s``, seconds of the simulated run.
+    """One activity of a replica, from ``start_s`` to ``end_s``, seconds of the simulated run.
 
     kind: forward, backward, update, wait (for a message, in the compute stream), or communicate.
     """

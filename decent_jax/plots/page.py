@@ -13,9 +13,9 @@ from decent_jax.ground.run_folder import IGNORED, SCORES, RunFolder, smoothed
 from decent_jax.monitor import goodput_file, run_state
 from decent_jax.plots import style
 
-REPORT = "report.html"  # of a run directory
+REPORT = "report.html"  # in a run directory
 LOSSES, CONSENSUS = ("train/loss", "eval/loss"), "train/consensus_distance_relative"
-CHARTS = {  # by title, the metrics
+CHARTS = {  # the metrics of each chart, by its title
     "Loss by step: line training, dots validation": LOSSES,
     "Loss by seconds of training": LOSSES,
     **{title: (name,) for name, (title, _) in SCORES.items()},
@@ -44,7 +44,7 @@ def write(runs: Sequence[RunFolder], path: Path) -> Path:
         results.append({"state": state.word, "step": state.step, **shown})
         failed += [f"<li>{html.escape(what)}" for _, what in state.incidents[-20:]]
     names = sorted({name for run in runs for name in run.config})
-    if len(runs) > 1:  # those that differ
+    if len(runs) > 1:  # only settings that differ
         names = [name for name in names if len({str(run.config.get(name)) for run in runs}) > 1]
         names = [name for name in names if not {*name.split(".")} & {*IGNORED}]
     settings = [{name: run.config.get(name, "") for name in names} for run in runs]
@@ -57,7 +57,7 @@ def write(runs: Sequence[RunFolder], path: Path) -> Path:
 def _figures(runs: Sequence[RunFolder]) -> Iterator[go.Figure]:
     """The charts for which some run has data."""
     for title, names in CHARTS.items():
-        figure, of_replicas = go.Figure(), len(names) > 2  # of a single run
+        figure, of_replicas = go.Figure(), len(names) > 2  # replicas: only for a single run
         for k, run in enumerate(runs if not of_replicas or len(runs) == 1 else ()):
             for j, name in enumerate(name for name in names if run.has(name)):
                 at, values = run.series(name, "time" if "seconds of" in title else "step")

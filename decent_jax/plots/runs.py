@@ -89,7 +89,7 @@ class Curve(NamedTuple):
     """A metric of a group of runs at the m steps that all of them recorded; arrays (m,)."""
 
     steps: np.ndarray
-    seconds: np.ndarray | None  # of training, mean over the runs; None: not recorded
+    seconds: np.ndarray | None  # training seconds, mean over the runs; None: not recorded
     sent: np.ndarray | None  # bytes per replica, mean over the runs
     mean: np.ndarray
     deviation: np.ndarray | None  # sample standard deviation over the runs; None: a single run
@@ -121,7 +121,7 @@ def curve(group: Sequence[RunFolder], name: str) -> Curve | None:
     if not len(steps):
         return None
     values = np.array([[recorded[step] for step in steps] for recorded in each])  # (runs, m)
-    if name == "train/loss":  # of single batches
+    if name == "train/loss":  # the noisy losses of single batches
         values = np.array([smoothed(row) for row in values])
     return Curve(
         steps,

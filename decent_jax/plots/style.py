@@ -49,7 +49,7 @@ def grid(count: int, columns: int, labels: Sequence[str] = ()) -> tuple[Figure, 
 
 def _legend_columns(labels: Sequence[str], width: float) -> int:
     """The number of columns of these labels that fit into ``width`` inches."""
-    inches = 0.076 * (max(map(len, labels), default=0) + 7)  # of a line, and of an average letter
+    inches = 0.076 * (max(map(len, labels), default=0) + 7)  # letters, and 7 for the line
     return max(1, min(len(labels), 3, int(width / inches)))
 
 

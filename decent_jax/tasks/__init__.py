@@ -234,7 +234,7 @@ class TrainedRun(Protocol):
     """
 
     workdir: Path
-    config: Any  # with the sections of the task
+    config: Any  # the run's config, with the task's sections
     which: str  # "last" or "best"
 
     @property

@@ -25,7 +25,7 @@ def augment(
     """Mirrors half of the images and shifts each by up to ``shift`` pixels.
 
     Args:
-      key: for the random choices.
+      key: PRNG key for the random choices.
       images: ``(B, H, W, C)`` floats, normalized.
       flip: whether to mirror half of the images.
       shift: the largest shift along each axis, in pixels.

@@ -399,7 +399,7 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
 
 
 def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: Config) -> int:
-    """From the tokenizer, nanoGPT's meta.pkl, or the config; DataError if none has it."""
+    """The vocabulary size by tokenizer, nanoGPT's meta.pkl or config; DataError without these."""
     if tokenizer is not None:
         return tokenizer.vocab_size
     if size := token_folder.vocabulary_of(folder) or config.model.vocab_size:

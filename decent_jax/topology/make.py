@@ -155,7 +155,7 @@ def periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> 
 
 
 Builder = Callable[..., Sequence[Round]]
-_Build = Callable[[int, int], list[Round]]  # of n and replicas_per_node
+_Build = Callable[[int, int], list[Round]]  # its arguments: n and replicas_per_node
 
 _BUILDERS: dict[str, Builder] = {
     "complete": graphs.complete,

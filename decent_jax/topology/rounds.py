@@ -87,7 +87,7 @@ class Round:
         return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, others, strict=True)])
 
     def models_sent_by_nodes(self, replicas_per_node: int = 1) -> float:
-        """What the busiest node sends to other nodes in this round, in units of one model.
+        """The data that the busiest node sends to other nodes in this round, in units of one model.
 
         Node i holds the replicas from ``i * replicas_per_node`` on. The mean of a group of g counts
         as a reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1) / g

@@ -23,7 +23,7 @@ from decent_jax.ground.format import shown
 
 _LONGEST = 300  # characters; this also bounds how deeply schedules are nested
 
-_NUMPY_SCALAR: Any = np.generic  # of any type
+_NUMPY_SCALAR: Any = np.generic  # a NumPy scalar of any type
 
 Value = Union[int, float, "Spec"]
 
@@ -57,7 +57,7 @@ def parse(text: str) -> Spec:
             f"schedule {shown(text)} has {len(text)} characters; write at most {_LONGEST}"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # of texts such as "1and"
+        with warnings.catch_warnings(action="ignore"):  # the parser warns of texts such as "1and"
             return _spec(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(

@@ -125,7 +125,7 @@ class ImageFolderWriter(Draft):
         self.bad: list[dict[str, str]] = []
         self._counts = {split: np.zeros(len(class_names), np.int64) for split in SPLITS}
         self._shards: dict[str, list[Json]] = {split: [] for split in SPLITS}
-        self._writer: Any = None  # of the last shard of `_split`
+        self._writer: Any = None  # the writer of the last shard of `_split`
         self._split, self._bytes = "", 0
 
     def add(self, split: str, image: tuple[bytes, int, str]) -> None:

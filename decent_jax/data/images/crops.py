@@ -176,7 +176,7 @@ def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
     short = min(header.height, header.width)
     shrink = shrink_for(short, resize)
     pixels = jpeg.decode(data, shrink=shrink, header=header)
-    steps, starts = [], []  # to the right and down, in decoded pixels
+    steps, starts = [], []  # per output pixel to the right and down, in decoded pixels
     for side in (header.width, header.height):
         resized = int(resize * side / short)
         steps.append(side / resized / shrink)
@@ -189,7 +189,7 @@ def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
 
 
 def shrink_for(side: int, size: int) -> int:
-    """The largest divisor of `jpeg.SHRINKS` that leaves `side` at least `size` pixels, or 1."""
+    """The largest divisor in `jpeg.SHRINKS` that leaves `side` at least `size` pixels, or 1."""
     return next(k for k in jpeg.SHRINKS if k == 1 or side >= k * size)
 
 

@@ -28,7 +28,7 @@ _opening = threading.Lock()  # warnings.catch_warnings is not thread-safe
 
 
 class Header(NamedTuple):
-    """What is known of an image before it is decoded."""
+    """The size of an image, and its decoder, as known before it is decoded."""
 
     height: int  # pixels
     width: int
@@ -55,7 +55,7 @@ def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.
     Args:
       data: an image file.
       shrink: 1, 2, 4 or 8; height and width are divided by it, rounded up.
-      header: of `data`, if it has already been read.
+      header: that of `data`, if it has already been read.
 
     Returns:
       (ceil(H / shrink), ceil(W / shrink), 3) uint8.

@@ -75,7 +75,7 @@ class TokenBatches:
         self.shuffle = shuffle
         longer = lengths.max(1)
         rung = np.searchsorted(_edges(longer, shapes), longer)
-        bucket = np.unique(rung, return_inverse=True)[1]  # of those that have pairs
+        bucket = np.unique(rung, return_inverse=True)[1]  # only rungs with pairs are buckets
         counts = np.bincount(bucket)
         limits: list[tuple[int, int]] = [
             tuple(lengths[bucket == k].max(0).tolist()) for k in range(len(counts))
@@ -95,7 +95,7 @@ class TokenBatches:
         self.shapes = tuple(
             Shape(*limit, rows) for limit, (_, rows) in zip(limits, plan, strict=True)
         )
-        self._steps = np.array([steps for steps, _ in plan])  # of each shape in an epoch
+        self._steps = np.array([steps for steps, _ in plan])  # steps of each shape in an epoch
         self.steps_per_epoch = int(self._steps.sum())
         room = sum(
             steps * shape.rows * num_replicas * (shape.source + shape.target)
@@ -175,7 +175,7 @@ def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, i
 
 
 def _edges(longer: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` ascending lengths that minimize the room of pairs padded to the next of them.
+    """The ascending lengths, at most `most`, for which padding every pair to the next is least.
 
     Dynamic programming finds the optimum. All numbers are integers, so all processes find the same
     lengths.
@@ -183,7 +183,7 @@ def _edges(longer: np.ndarray, most: int) -> np.ndarray:
     Args:
       longer: (N,) integers, the length of the longer side of every pair, at least 1.
     """
-    pairs = np.bincount(longer).cumsum()  # of at most this length
+    pairs = np.bincount(longer).cumsum()  # number of pairs of at most this length
     length = np.arange(len(pairs))
     # [i, j]: the room of the pairs longer than i, and up to j, padded to j
     room = (pairs[None] - pairs[:, None]) * length[None]

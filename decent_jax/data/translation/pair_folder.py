@@ -2,7 +2,7 @@
 
 A prepared folder holds for each split (`train`, `val`, and possibly `test`)
 
-* `SPLIT.ids`: token ids, uint16 little-endian, of each pair those of the source, then the target;
+* `SPLIT.ids`: token ids, uint16 little-endian, for each pair the source's, then the target's;
 * `SPLIT.lengths`: (pairs, 2) uint16 little-endian, the number of ids of each side;
 * `SPLIT.offsets`: (pairs,) int64 little-endian, the place in the ids where each pair begins;
 
@@ -81,8 +81,8 @@ class TranslationPairs:
     def check(self) -> None:
         """Raises DataError if lengths and offsets do not match the ids, or an id is too large.
 
-        It does so, too, if a sentence that is kept as text was changed or is too long to translate.
-        It reads all files once, in about a second per gigabyte.
+        It also raises it if a sentence that is kept as text was changed or is too long to
+        translate. It reads all files once, in about a second per gigabyte.
         """
         lengths = self.lengths.sum(1, dtype=np.int64)
         ends = lengths.cumsum()

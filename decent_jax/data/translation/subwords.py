@@ -117,7 +117,7 @@ def load(folder: str | Path) -> Subwords:
     try:
         with one_sentence(path):
             model = read_bytes(path)
-        if not model:  # which sentencepiece does not report
+        if not model:  # sentencepiece does not report an empty file
             raise RuntimeError
         return Subwords(model)
     except RuntimeError:  # sentencepiece's only kind
@@ -155,7 +155,7 @@ def train(words: Mapping[str, int], size: int) -> Subwords:
             vocab_size=size,
             character_coverage=_COVERAGE,
             byte_fallback=True,
-            normalization_rule_name="identity",  # it is done already
+            normalization_rule_name="identity",  # the words are already normalized
             pad_id=PAD,
             unk_id=UNKNOWN,
             bos_id=START,

@@ -53,7 +53,7 @@ def choco(
       inner, schedule, axis_name: as in `decentralized`.
       same_init: True if all replicas start with the same parameters, which are then the first
         public copies; False: public copies start at zero, as in the paper.
-      seed: of the rounding of ``"int8"``.
+      seed: seed of the stochastic rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
       fraction: share of each array that ``"top_k"`` sends, in (0, 1].
       gamma: consensus step size, in (0, 1]; a coarser C needs a smaller one, or the method
