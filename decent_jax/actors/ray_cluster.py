@@ -41,7 +41,7 @@ def prepare(address: str) -> None:
     extras.need("peers", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the default is 15
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few if it is busy
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # the default is 30 s
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # `train.py` says itself which actor has died.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
@@ -138,7 +138,7 @@ def check_address(config: object, section: str) -> None:
                     raise OSError("what listens does not speak gRPC")
     except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
         start = f"start it there with ray start --head --port={port}, or leave this empty"
-        raise ConfigError.about(name, address, f"must be one of Ray ({error}); {start}") from None
+        raise ConfigError.about(name, address, f"must be that of Ray ({error}); {start}") from None
 
 
 def check_resources(

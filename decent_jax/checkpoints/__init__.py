@@ -20,7 +20,7 @@ class Recovery:
 
     every: int = changeable(
         -1,
-        "steps between in-memory checkpoints; 0: none; -1: if supervised, at 1% of the step time",
+        "steps between in-memory checkpoints; 0: none; -1: if supervised, to cost 1% of the time",
         at_least=-1,
     )
     mirror: bool = changeable(

@@ -57,14 +57,14 @@ def check(state: PyTree) -> None:
             )
         if not leaf.size and name.startswith(("params", "model_state")):
             raise ConfigError(
-                f"{place} has the shape {leaf.shape}, and a checkpoint holds no empty arrays; "
+                f"{place} has the shape {leaf.shape}, but a checkpoint holds no empty arrays; "
                 "leave it out"
             )
         places[name] = place
 
 
 def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: PyTree) -> dict[str, int]:
-    """Copy a part to the host, let orbax write it in the background; returns its checksums.
+    """Copy a part to the host for orbax to write in the background; returns its checksums.
 
     Call it in all processes that have rows of its arrays.
     """

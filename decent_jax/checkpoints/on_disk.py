@@ -53,7 +53,7 @@ def check_there(path: Path) -> None:
     """
     if not (path / LOCK).exists():
         raise CheckpointError(
-            f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
+            f"a checkpoint could not be written to {path}: the folder is gone; put it back, and "
             "the same command continues"
         )
     for folder in (path, path / FOLDER, path / BEST):
@@ -163,7 +163,7 @@ class Checkpointer:
 
 
 def change_of(before: int, now: int) -> str:
-    """The log line on `decent_jax.checkpoints.arrays.change_replicas`."""
+    """The log line for a checkpoint of ``before`` replicas that a run of ``now`` restores."""
     return (
         f"the checkpoint has {before} replicas and this run {now}: every replica continues from "
         "the mean of the old ones (parameters and moments); an unfinished window of gradients is "
@@ -290,7 +290,7 @@ def first_whole(
     say: Callable[[str], object],
     among: Collection[int] | None = None,
 ) -> tuple[Restored, Json] | None:
-    """The result of ``read`` for the newest readable checkpoint, and its meta; or None.
+    """The result of ``read`` for the newest readable checkpoint, and its meta; None: none exists.
 
     All processes of a run call this together and choose the same checkpoint.
 

@@ -66,7 +66,7 @@ def read_header(path: Path) -> Json:
     """The header; the arrays are neither read nor verified.
 
     Raises:
-      OSError, ValueError, LookupError: it cannot be read.
+      OSError, ValueError, LookupError: the file cannot be read.
     """
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size))
@@ -80,7 +80,7 @@ def read(path: Path) -> tuple[Json, dict[str, list[Shard]]]:
     """The header and the arrays.
 
     Raises:
-      OSError, ValueError, LookupError: it cannot be read, or it is damaged.
+      OSError, ValueError, LookupError: the file cannot be read or is damaged.
     """
     header, raw = read_header(path), np.fromfile(path, np.uint8)
     (length,) = _LENGTH.unpack(raw[: _LENGTH.size].data)

@@ -79,7 +79,7 @@ class Agent:
         self._process: _Process | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(commands, selectors.EVENT_READ)
-        self._rest = b""  # of a line
+        self._rest = b""  # the beginning of an incomplete line
         self._say("here")
 
     def serve(self) -> list[str] | None:

@@ -19,7 +19,7 @@ from decent_jax.ground.format import format_number
 
 _BYTES_PER_GBIT = 1e9 / 8
 _ANOTHER_CARD = (
-    "another card: NCCL_SOCKET_IFNAME for GPUs, a host's own name in /etc/hosts for CPUs"
+    "to use another card: NCCL_SOCKET_IFNAME for GPUs, a host's own name in /etc/hosts for CPUs"
 )
 
 
@@ -195,7 +195,7 @@ def ways(
     >>> print(ways([[(a, b, "eth0")], [(b, a, "ib0")]], ["gpu1", "gpu2"]))
     gpu1 by 10.0.0.1 (eth0) to gpu2
     gpu2 by 10.0.0.2 (ib0) to gpu1
-    another card: NCCL_SOCKET_IFNAME for GPUs, a host's own name in /etc/hosts for CPUs
+    to use another card: NCCL_SOCKET_IFNAME for GPUs, a host's own name in /etc/hosts for CPUs
     """
     ends = {
         (tuple(near), tuple(far), card == "lo" and host): (host, card)  # each host has its own lo

@@ -246,7 +246,7 @@ def _misfit(hello: Any, address: str, hellos: dict[int, dict]) -> str | None:
         )
     if process in hellos:
         return (
-            f"two processes, on {hellos[process]['host']} and on {host}, say that they are process "
+            f"two processes, on {hellos[process]['host']} and on {host}, claim to be process "
             f"{process}; each needs a cluster.process_id of its own"
         )
     return None
@@ -295,7 +295,7 @@ def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -
 
 
 def _exchange(connection: Connection, hello: dict, end: float) -> Json:
-    """Send the hello; returns the answer of process 0 once all have come."""
+    """Send the hello; returns the answer of process 0 once all have connected."""
     try:
         connections.send(connection, hello)
         if connection.poll(max(end - time.monotonic(), 0) + _ANSWER_S):

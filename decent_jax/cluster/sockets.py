@@ -16,7 +16,7 @@ _ROUTE = "IHHII8BI"  # the heads of a message about one
 
 
 def connections() -> list[tuple[End, End]]:
-    """(own end, other end) of each established connection; empty where there is no Linux."""
+    """(own end, other end) of each established connection; empty except on Linux."""
     own = set()
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # closed meanwhile, as is the one of this listing

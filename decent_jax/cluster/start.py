@@ -50,7 +50,7 @@ def check(config: Any) -> None:
     count = own.num_processes
     index = range(count) if own.coordinator else (-1,)
     together = bool(own.coordinator) == (count > 0) and own.process_id in index
-    alone = "must be from 0 to num_processes - 1, with coordinator, or all three left out"
+    alone = "must be from 0 to num_processes - 1 and come with coordinator, or leave all out"
     even = count == 0 or config.num_replicas % count == 0
     check_rules(
         config,
@@ -233,7 +233,7 @@ def _address_of(host: str) -> str:
 
 
 def check_settings() -> None:
-    """Raise ConfigError if settings of jax change what a step computes, or prevent it."""
+    """Raise ConfigError if settings of jax change what a step computes, or block its transfers."""
     wanted_as = {"jax_disable_jit": False, "jax_no_tracing": False}
     for name, usual in (wanted_as | {"jax_numpy_dtype_promotion": "standard"}).items():
         value = jax.config.values[name]

@@ -84,7 +84,7 @@ class AgentLink:
         )
         assert self._popen.stdout is not None
         os.set_blocking(self._popen.stdout.fileno(), False)
-        self._rest = b""  # of a line
+        self._rest = b""  # the beginning of an incomplete line
         self.here, self.ready, self.reached = False, False, -1
         self._code: int | None = None
 
@@ -218,7 +218,7 @@ class Supervisor:
         self._signals.append(number)
 
     def run(self) -> int:
-        """Returns the exit code: the processes', 128 + a signal, or 1 (gave up, not all saved)."""
+        """Run until the end; returns the exit code, 1 if it gave up or not all processes saved."""
         try:
             for attempt in range(10**9):
                 self._find_active()
@@ -282,7 +282,7 @@ class Supervisor:
         return [spare for spare in others if spare.agent.is_ready() and spare.deaths <= self._again]
 
     def _in_place_of(self, member: Member, spare: list[Member], late: bool) -> Member | None:
-        """The member if it is ready, else a spare; None: none is ready, or the member may be soon.
+        """The member if it is ready, else a spare; None: none is ready, or the member may soon be.
 
         If only an agent has died, its host still has the in-memory checkpoints of its process.
         """

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import jax
 
 # The client of the coordination service has no public name. `multihost_utils.live_devices` asks the
-# same question, but about devices, and so fails to name a process that dies before all have theirs;
+# same question about devices, so it cannot name a process that dies before all devices are known;
 # the only public barrier is a collective, which a process that fails alone must not begin. When
 # `jax.distributed` offers both, use them.
 from jax._src.distributed import global_state
@@ -188,9 +188,9 @@ def gather(value: Value) -> list[Value]:
 
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """In this context, a failed exchange ends this process with a sentence on who was lost.
+    """In this context, a failed exchange ends this process with a sentence on the lost one.
 
-    A connection breaks at once, but only after ``heartbeat_s`` is it known who broke it: until then
+    A connection breaks at once, but which process broke it is known only after ``heartbeat_s``, so
     this process waits for the watch to end it. Any other error here ends all other processes, too.
 
     Raises:

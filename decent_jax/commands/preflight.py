@@ -38,7 +38,7 @@ FLAGS = {
 
 @command("preflight")
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 if processes disagree or a flag is wrong, 75 if one was lost."""
+    """Run the command; returns 0, 2 if processes or flags are wrong, 75 if a process was lost."""
     try:
         options, config = _parse(arguments)
         with watch.lost_peers_told():

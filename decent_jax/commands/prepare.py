@@ -1,7 +1,7 @@
 """Prepares data for training: `decent-jax prepare text|images|translation --help`.
 
-All kinds of data share the arguments, error messages, exit codes and Ctrl-C of this module. Each
-has a module `decent_jax.data.KIND.prepare_KIND`, with a function `prepare` that scripts may call.
+All kinds of data share the arguments, error messages and exit codes of this module. Each kind has a
+module `decent_jax.data.KIND.prepare_KIND`, with a function `prepare` that scripts may call.
 """
 
 import importlib

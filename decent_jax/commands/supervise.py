@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, program = _parse(sys.argv[1:] if arguments is None else arguments)
     fields, workdir = flags.parse(program[1:])
     if workdir is None:
-        raise ConfigError("--check starts no run: check it without a supervisor")
+        raise ConfigError("--check starts no run: check the config without a supervisor")
     config = config_lib.parse(fields)
     members, count = _members(options)
     if members[0].argv and shutil.which(members[0].argv[0]) is None:
@@ -103,7 +103,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(arguments)
     program = options.program[options.program[:1] == ["--"] :]
     if not program or not Path(program[0]).is_file():
-        why = "must be followed by what to start, such as train.py --config FILE ..."
+        why = "must be followed by a program to start, such as train.py --config FILE ..."
         raise ConfigError.about("--", " ".join(program[:1]), why)
     if (options.hosts is None) == (options.processes == 0):
         raise ConfigError.about("--processes", options.processes, "or --hosts must be given")

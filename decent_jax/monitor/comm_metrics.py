@@ -38,8 +38,8 @@ class Times(NamedTuple):
 class CommMetrics:
     """Collects the seconds of timed steps and the bytes that the kernel has counted.
 
-    Every process of a run of several also writes its latest numbers to ``processes/NAME.json``; in
-    a run of one process there are neither bytes nor a file.
+    In a run of several processes, each of them also writes its latest numbers to a file,
+    ``processes/NAME.json``. A run of one process has neither bytes nor a file.
 
     Args:
       folder: the run directory.

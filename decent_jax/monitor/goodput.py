@@ -138,7 +138,7 @@ class Clock:
         return max(self._training() - self._row, 1e-9)
 
     def lap(self) -> tuple[float, float]:
-        """End the row and start the next; returns its seconds, and how many waited for data."""
+        """End the row, start the next; returns its seconds, and those spent waiting for data."""
         times = self.of_row(), self.waited
         self.begin_row()
         return times
@@ -153,7 +153,7 @@ _session: contextvars.ContextVar[float | None] = contextvars.ContextVar("session
 
 @contextlib.contextmanager
 def session(seconds: float = 0.0) -> Iterator[None]:
-    """A context for a session, which began ``seconds`` ago, or with an enclosing session."""
+    """A context for a session, which began ``seconds`` ago, or when an enclosing one did."""
     began = _session.get()
     token = _session.set(time.monotonic() - seconds if began is None else began)
     try:
@@ -267,8 +267,8 @@ def summary(clock: Clock) -> Json:
 # --- Peaks ----------------------------------------------------------------------------------------
 
 # Dense bfloat16 peak of a device in TFLOP/s, from the vendors' data sheets (those of GPUs tend to
-# print twice as much, for sparse matrices). The first row counts whose words are all in the name of
-# the device. A chip of TPU7x has two devices.
+# print twice as much, for sparse matrices). The first row whose words all occur in the name of the
+# device counts. A chip of TPU7x has two devices.
 PEAKS = (
     ("GB200", 2500.0),
     ("B200", 2250.0),

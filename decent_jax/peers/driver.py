@@ -193,7 +193,7 @@ def message_bytes(codec: str, snapshot: PyTree) -> int:
 
 
 def counts_of(peers: Collection[Json]) -> dict[str, int]:
-    """The outcomes of all attempts to average, see `Averager.counts`."""
+    """The number of attempts to average by outcome, see `Averager.counts`."""
     names = ("averaged", "declined", "undecoded", "lost")
     return {name: sum(peer.get(name, 0) for peer in peers) for name in names}
 
@@ -339,7 +339,7 @@ class Driver:
             )
 
     def _stop_if_told(self, signals: Signals) -> None:
-        """Raises Interrupted after a signal, once the peers have ended."""
+        """Raise Interrupted if a signal has arrived, once the peers have ended."""
         if signals.received is not None:
             unsaved, step = self.peers.unsaved, self.peers.step()
             of = f"all but {unsaved} peers have" if unsaved else "every peer has"
@@ -413,6 +413,6 @@ def _halt_after(signals: Signals) -> None:
 
 def _describe(config: Config, aggregate: Aggregate) -> str:
     return (
-        f"{config.algorithm} over peers: after {config.mix_every} steps each asks a random other "
-        f"one for an average, {aggregate.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"
+        f"{config.algorithm} over peers: every {config.mix_every} steps, each asks another one "
+        f"at random to average {aggregate.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"
     )

@@ -181,7 +181,7 @@ class Membership:
         return self._clock() - entry.seen[0] > self._peers.silent_s
 
     def _is_outdated(self, entry: _Entry, most: int) -> bool:
-        """Whether others train and have made more than ``most`` steps since the peer was seen."""
+        """Whether others have made more than ``most`` steps since the peer was seen, and train."""
         others = (other for other in self._ranks.values() if other is not entry)
         return any(e.alive and e.admitted for e in others) and self._lag(entry) > most
 
@@ -328,7 +328,7 @@ def state_to_join(
             try:
                 joined = ask(address, secret, peers.patience_s)
             except BROKEN as error:
-                late = f"within 6 peers.exchange_s ({peers.patience_s:g} s)"
+                late = f"within 6 times peers.exchange_s ({peers.patience_s:g} s)"
                 why = late if clock() >= asked + peers.patience_s else f"({type(error).__name__})"
                 say(f"peer {name} sends no state {why}")
                 continue

@@ -265,7 +265,7 @@ class Averager:
             self.version += 1
 
     def idle(self) -> bool:
-        """Whether no average is in progress or waits for the step boundary."""
+        """Whether no average is in progress or waiting for the step boundary."""
         with self._lock:
             self._expire()
             return self._now is None and not self._settled and not self._doubtful

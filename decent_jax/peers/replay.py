@@ -39,7 +39,7 @@ class Replayed(NamedTuple):
     steps: tuple[int, int]  # the first step, and the one after the last
     averages: int
     versions: int
-    differs: str  # the first thing that differs from the log; "" where nothing does
+    differs: str  # the first thing that differs from the log; "" if nothing does
     survived: bool  # it logged its end
 
 

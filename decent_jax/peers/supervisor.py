@@ -202,13 +202,13 @@ class Supervisor:
             peer.actor.call("leave", "stop")
 
     def kill_the_rest(self, late: bool) -> None:
-        """Kill all running peers: they end too ``late``, or none is left to give them a state."""
+        """Kill all running peers, which are ``late`` or will find no peer with a state to take."""
         self.unsaved += len(self.live)
         peers = self.config.peers
         for rank, peer in self.live.items():
             why = "had not begun to train when the others ended"
             if late:
-                why = f"did not end within 6 peers.exchange_s ({peers.patience_s:g} s)"
+                why = f"did not end within 6 times peers.exchange_s ({peers.patience_s:g} s)"
             elif self.of(rank)["ready"]:
                 why = f"has been silent for peers.silent_s ({peers.silent_s:g} s)"
             self._say(f"peer {rank} {why} and is killed")

@@ -82,7 +82,7 @@ class Part(NamedTuple):
 def layers_of(config: Config, model: gpt2.GPT2Config) -> list[int]:
     """The number of layers of each stage: from the config, or else balanced.
 
-    The output layer's share of the compute time is taken from its number of parameters.
+    The output layer's share of the compute time is estimated from its number of parameters.
     """
     own, last_costs = config.pipeline, model.vocab_size * model.width / (12 * model.width**2)
     return orders.layers_of(own.layers, model.layers, own.stages, last_costs)

@@ -117,8 +117,8 @@ class Pipelines:
             self._workers.all("train", 0, every, False)
         seconds = (time.perf_counter() - began) / TIMED / every
         self.work.console.say(
-            f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
-            f"on average here, {steps} steps take {format_duration(seconds * steps)}"
+            f"the config is valid: {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
+            f"on average here, all steps take {format_duration(seconds * steps)}"
         )
 
     @contextlib.contextmanager

@@ -98,7 +98,7 @@ class Stage:
         return self._all(jax.tree.map(jnp.array, tree))
 
     def begin_mix(self, rnd: int | None) -> "Future | None":
-        """Start to send the messages of a round, if they do not depend on the gradient; or None."""
+        """Start the messages of a round; None if there are none, or they need the gradient."""
         state, mix = self.state, self._mix
         if rnd is None or mix is None:
             return None

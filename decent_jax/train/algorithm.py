@@ -56,7 +56,7 @@ def parts(
     decay_mask: PyTree = None,
     axis_name: AxisName = "replica",
 ) -> Parts:
-    """The arguments with which to build the method; its own numbers are from its section."""
+    """The arguments for building the config's method, with the numbers of its own section."""
     method = METHODS[config.algorithm]
     clip, decay = _gradient_steps(config, decay_mask)
     if method.own_momentum and config.optimizer.decoupled and config.optimizer.weight_decay:
@@ -99,7 +99,7 @@ def numbers_of(config: Config, method: MethodSpec) -> dict[str, Any]:
 def optimizer_name(config: Config) -> str:
     """The name of the local optimizer: ``optimizer.name``, or the algorithm's first if it is empty.
 
-    Raises ValueError for one that the algorithm excludes, such as any if it is itself an optimizer.
+    Raises ValueError if the algorithm does not work with this optimizer.
     """
     method, name = METHODS[config.algorithm], config.optimizer.name
     allowed = method.optimizers
@@ -126,8 +126,8 @@ def check_optimizer(config: Config, rate: optax.Schedule, params: PyTree) -> Non
       params: shapes of one replica's parameters.
 
     Raises:
-      ConfigError: it fails (the message quotes its error), or its parameters for evaluation differ
-        from those that it trains.
+      ConfigError: the optimizer fails (the message quotes its error), or its parameters must be
+        averaged before evaluation.
     """
     name = optimizer_name(config)
     if not is_dotted(name):
@@ -167,7 +167,7 @@ class Cost:
 
 
 def cost(config: Config, schedule: Schedule, state: PyTree, replicas_per_node: int) -> Cost:
-    """What each replica and each node sends and keeps, in bytes.
+    """Compute the bytes that a replica and a node send per step, and that a replica keeps.
 
     Args:
       config, schedule: the run's config and communication schedule.
@@ -215,7 +215,7 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
 
 
 def describe(config: Config, schedule: Schedule, cost: Cost) -> str:
-    """The cost of the algorithm, in one line for the start of a run.
+    """Describe the algorithm and its cost in one line, for the log.
 
     >>> from decent_jax import topology
     >>> config = Config(algorithm="swarm")
@@ -241,7 +241,7 @@ def describe(config: Config, schedule: Schedule, cost: Cost) -> str:
 def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: PyTree):
     chosen, name = config.optimizer, optimizer_name(config)
     clip, decay = _gradient_steps(config, decay_mask)
-    # Weight decay enters the gradient, or the update.
+    # Weight decay is added to the gradient or, if decoupled, to the update.
     before, after = (optax.identity(), decay) if chosen.decoupled else (decay, optax.identity())
     decoupled = chosen.weight_decay if chosen.decoupled else 0.0
     if is_dotted(name):
@@ -309,13 +309,13 @@ def is_dotted(name: str) -> bool:
 
 
 def parse(text: str) -> tuple[str, Json]:
-    """Split an optimizer's text into its dotted name and its arguments, Python literals by name.
+    """Split ``optimizer.name`` into a dotted name and keyword arguments, as Python values.
 
     >>> parse("optax.contrib.muon(beta=0.9, ns_steps=3)")
     ('optax.contrib.muon', {'beta': 0.9, 'ns_steps': 3})
 
     Raises:
-      ValueError: the text has another form.
+      ValueError: ``text`` is not a dotted name with keyword arguments that are literals.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -349,7 +349,7 @@ def named_optimizer(
     factory = _find(path)
     takes = inspect.signature(factory).parameters
     if "learning_rate" not in takes:
-        raise ValueError(f"optimizer.name {path} takes no learning_rate, so it is no optimizer")
+        raise ValueError(f"optimizer.name {path} takes no learning_rate: it is no optimizer")
     if weight_decay and ("weight_decay" in arguments or "weight_decay" not in takes):
         raise ValueError(f"{path} ignores or sets weight_decay: set optimizer.weight_decay=0")
     if "weight_decay" in takes:  # optax's own default is often not 0

@@ -60,9 +60,9 @@ def _composed(
 ) -> type[Config]:
     sections = {"model": model, "data": data}
     for point in trainers:
-        if point.name != SYNCHRONOUS:  # which has no section, and takes seconds to import
+        if point.name != SYNCHRONOUS:  # it has no section, and takes seconds to import
             sections |= point.load().SECTIONS
-    for method in methods:  # whose factories refuse numbers that are out of range
+    for method in methods:  # their factories refuse numbers that are out of range
         name = method.config_section
         if name and method.numbers:
             numbers = [(n, object, setting(x, method.help[n])) for n, x in method.numbers.items()]
@@ -170,7 +170,7 @@ def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
       The schedule, and the plan if the config names one.
 
     Raises:
-      ConfigError: as `validate`.
+      ConfigError: see `validate`.
     """
     trackers.named(config.log.trackers)
     _check_sizes(config)
@@ -232,7 +232,7 @@ def load_plan(config: Config) -> Plan | None:
     """The planner's plan that ``cluster.plan`` names; None if it is empty.
 
     Raises:
-      ConfigError: the plan cannot be read, or has other numbers of replicas or stages.
+      ConfigError: the plan cannot be read, or is for another number of replicas or stages.
     """
     path = config.cluster.plan
     if not path:
@@ -265,7 +265,7 @@ def changed(config: AnyConfig, **values: object) -> AnyConfig:
 
 
 def make_schedule(config: Config, plan: Plan | None = None) -> topology.Schedule:
-    """The communication schedule; for `all_reduce`, whose sums involve all replicas, "complete".
+    """The communication schedule: the plan's or the config's; for `all_reduce`, "complete".
 
     Args:
       config: the run's config.

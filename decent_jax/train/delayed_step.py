@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """The arrays from which a message is computed, as before the steps that it overlaps."""
+    """The arrays from which a message is computed, as of the start of the steps it overlaps."""
 
     late: PyTree  # the parameters
     own: PyTree  # the method's own state

@@ -172,7 +172,7 @@ class Described(NamedTuple):
 
 
 def place(config: Config, on: Target) -> Placement:
-    """The replicas on the described devices.
+    """Place the replicas on the described devices.
 
     Raises:
       ConfigError: the described devices cannot hold the replicas.

@@ -60,7 +60,7 @@ def open_experiment(
     Args:
       config: the run's config.
       workdir: the run directory.
-      sharing: number of runs that share ``batch_size``: of peers, each has its own run.
+      sharing: number of runs that share ``batch_size``; more than 1 only for peers.
       checked: whether another process has already checked that the method fits the model.
 
     Raises:

@@ -172,7 +172,7 @@ class Window(NamedTuple):
 
     kind: str  # such as "collective-permute"
     start: int  # index among the instructions
-    done: int  # likewise; equal to ``start`` where nothing can run beside it
+    done: int  # likewise; equal to ``start`` if nothing can overlap it
     nbytes: int  # 0 for a "recv", whose "send" has them
 
 

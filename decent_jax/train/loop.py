@@ -30,7 +30,7 @@ class Runner(Observed, Protocol):
     """The loop's interface to one kind of run.
 
     Attributes:
-      checkpoints: on disk, as `decent_jax.checkpoints.on_disk.Checkpointer`.
+      checkpoints: a `decent_jax.checkpoints.on_disk.Checkpointer`, or one with its interface.
       memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
       messages: entries of ``run.json``, see `decent_jax.train.algorithm.messages`.
     """

@@ -144,7 +144,7 @@ class Rows:
             return
         config = self._config
         if (meta["num_replicas"], meta["batch_size"]) != (config.num_replicas, config.batch_size):
-            self._skipped[0] = sum(row["skipped"])  # the replicas are others now
+            self._skipped[0] = sum(row["skipped"])  # the old replicas are gone
             return
         kinds = {"loss": np.float32, "grad_norm": np.float32, "steps": np.int32}
         sums = row["sums"] and {
@@ -247,7 +247,7 @@ class Rows:
         if new.any():
             self._progress.note(
                 f"step {done}: {new.sum()} updates were not finite and were skipped in whole or in "
-                f"part (replica {new.argmax()} most); {skipped.sum()} since the start"
+                f"part (most on replica {new.argmax()}); {skipped.sum()} since the start"
             )
         if failing >= MOST_FAILING_STEPS:
             raise TrainingFailed(

@@ -1,4 +1,4 @@
-"""Checks that all processes and sessions of a run read the same data: facts of it must agree."""
+"""Checks that all processes and sessions of a run read the same data, by comparing facts."""
 
 import contextlib
 import json
@@ -96,5 +96,5 @@ def check_data(
 
 
 def check_same_as_train_py(config: Config, task: Task, data: dict[str, str]) -> None:
-    """In the process of an actor, refuse data whose facts differ from ``data``, `train.py`'s."""
+    """In an actor, refuse data whose facts differ from those of `train.py`, ``data``."""
     check_data(config, facts_of(config, task), data, f"on {socket.gethostname()}", "in train.py")

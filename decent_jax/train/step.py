@@ -200,9 +200,9 @@ def make_step(
     ``learning_rate``, (). On CPU hosts, messages overlap the computation
     (`decent_jax.cpu.overlap`), in programs that come from ``cache``.
 
-    With a `Resident` batch, one call makes several steps and returns a list of their metrics. With
-    `decent_jax.optim.Delayed`, a call with a round does so too: it makes ``delay`` steps from t on,
-    given a tuple of their batches (`decent_jax.train.delayed_step`).
+    With a `Resident` batch, one call makes several steps and returns a list of their metrics. So
+    does a call with a round of `decent_jax.optim.Delayed`, which takes a tuple of ``delay`` batches
+    and makes as many steps from t on (`decent_jax.train.delayed_step`).
     """
     key = jax.random.key(config.seed + 1)
     on_device = DeviceStep(config, task, tx, rate, schedule, placement, key)
@@ -233,7 +233,7 @@ class DeviceStep(NamedTuple):
     key: jax.Array
 
     def run(self, state: TrainState, batch: PyTree, t: jax.Array, *, rnd: int | None) -> PyTree:
-        """State and metrics after one step, or after all those of a message or a `Resident`."""
+        """State and metrics after a step, or after those of a delayed message or a `Resident`."""
         if isinstance(batch, Resident):
             return self.resident(state, batch, t)
         if rnd is not None and self.delayed is not None:

@@ -48,7 +48,7 @@ class Stepper:
       call: ``(program, state, batch, t) -> (state, metrics)`` makes step t.
 
     Attributes:
-      checkpoints: checkpoints on disk.
+      checkpoints: saves the state to disk, and restores it.
       shapes: shapes and dtypes of the state.
       cost: bytes that a replica sends and keeps.
       messages: see `decent_jax.train.loop.Runner`.

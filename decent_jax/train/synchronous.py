@@ -146,7 +146,7 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
         words = (f"{format_number(1e3 * seconds[kind])} ms" for kind in (False, True))
         on_average = " on average ({} with communication, {} without)".format(*words)
     work.console.say(
-        f"the config is good for {steps} steps; {len(set(rounds))} rounds to compile; a step takes "
-        f"{format_number(1e3 * mean)} ms here{on_average}, {steps} of them "
+        f"the config is valid: {steps} steps, {len(set(rounds))} rounds to compile; a step takes "
+        f"{format_number(1e3 * mean)} ms here{on_average}, all steps take "
         f"{format_duration(mean * steps)}"
     )

@@ -56,7 +56,7 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Method) -> dic
     Args:
       placement: the replicas and their devices.
       schedule: the communication schedule.
-      tx: the method.
+      tx: the method, which may send messages early.
     """
     options: Mapping[str, object] = {}
     platform = placement.platform

@@ -275,7 +275,7 @@ def test_all_begin_with_the_same_state_until_somebody_has_made_a_step():
     assert begins(membership, 2, ask=lambda *_: JoinState("0.0", 7, [])) == "0.0"
 
 
-@pytest.mark.parametrize(("seconds", "why"), [(0, "(EOFError)"), (60, "6 peers.exchange_s (60 s)")])
+@pytest.mark.parametrize(("seconds", "why"), [(0, "(EOFError)"), (60, "6 times peers.exchange_s")])
 def test_a_state_that_does_not_arrive_says_whether_it_was_too_slow(seconds, why, capsys):
     membership, now = members(0), [0.0]
     membership.add(1, 0, None)

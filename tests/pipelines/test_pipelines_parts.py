@@ -196,7 +196,7 @@ def test_a_dry_run_lets_all_workers_make_steps(tiny_data, tmp_path, capsys):
             names = [f"stage {s} of replica {k}" for k in (0, 1) for s in (0, 1)]
     assert made == [(name, 3) for _ in range(1 + TIMED) for name in names]
     said = capsys.readouterr().err
-    assert "in 2 stages of 1 + 1 layers" in said and "the config is good for 20 steps" in said
+    assert "in 2 stages of 1 + 1 layers" in said and "the config is valid: 20 steps" in said
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

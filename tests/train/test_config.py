@@ -68,7 +68,7 @@ model.preset=tiny
 schedule=stars
 schedule=base_k(max_degree
 schedule=base_k(degree=2) | schedule | degree
-schedule=hierarchical | schedule | replicas_per_node 1
+schedule=hierarchical | schedule | replicas_per_node must be
 # numbers
 steps=0
 learning_rate=nan

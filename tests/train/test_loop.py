@@ -258,8 +258,8 @@ def test_it_says_what_a_run_takes_and_leaves_nothing(tiny_data, tmp_path, capsys
     assert command.main(["train", "--config", str(path), "--check"]) == 0
     said = capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
-    assert "the config is good for 12 steps; 2 rounds to compile" in said
-    (ms,) = re.findall(r"a step takes (\S+) ms here, 12 of them \S+ s", said)
+    assert "the config is valid: 12 steps, 2 rounds to compile" in said
+    (ms,) = re.findall(r"a step takes (\S+) ms here, all steps take \S+ s", said)
     assert 0 < float(ms) < 60_000
     (kept,) = re.findall(r"keeps (\S+) MB of parameters and optimizer", said)
     (state,) = re.findall(r"a step: .* MB of memory per device \((\S+) of state", said)
@@ -288,7 +288,7 @@ def test_a_peer_is_tried_with_its_share_of_the_batch(capsys):
     config.optimizer.name = "sgd"
     train.dry_run(config)
     said = capsys.readouterr().err
-    assert "over peers" in said and "the config is good for 100 steps" in said
+    assert "over peers" in said and "the config is valid: 100 steps" in said
 
 
 def test_only_a_peers_own_batch_must_fit_into_its_memory(tmp_path, monkeypatch):
