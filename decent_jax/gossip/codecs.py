@@ -240,7 +240,7 @@ def _by_rows(x: Array, largest: int) -> tuple[Array, Array]:
 
 
 def _rounded(x: Array, noise: Array) -> Array:
-    """Round to integers: stochastically if there is noise, otherwise to nearest."""
+    """The array rounded to integers: stochastically with noise, to nearest without."""
     xp = _namespace(x)
     return xp.round(x) if noise is None else xp.floor(x + noise.astype(x.dtype))
 

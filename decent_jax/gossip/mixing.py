@@ -54,8 +54,8 @@ RoundId = int | Simulated | None
 class Between(NamedTuple):
     """Arrays for which the second stage of a group mean waits.
 
-    Such as the parameters after half of the steps that a message overlaps. First chunks travel to
-    their owners, then means travel back. XLA hides each stage behind a loop of steps, but not a
+    They may be the parameters after half of the steps that a message overlaps. First chunks travel
+    to their owners, then means travel back. XLA hides each stage behind a loop of steps, but not a
     mean in one piece (jaxlib 0.12). If groups send to each other, the last phase waits.
     """
 

@@ -29,7 +29,7 @@ class ScaleByAccumAdamState(NamedTuple):
 def scale_by_accum_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_steps: int | jax.Array = 4
 ) -> optax.GradientTransformation:
-    r"""Rescale gradients by Adam moments that are committed once per ``accum_steps`` steps.
+    r"""Rescales gradients by Adam moments that are committed once per ``accum_steps`` steps.
 
     At step ``t = 1, 2, ...`` with gradient ``g``, ``s`` = ``accum_steps`` and
     ``k = ceil(t / s)``, the update and the state are
@@ -178,8 +178,8 @@ def accum_adam(
 def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     """An optimizer state (of any nesting) without a partial window of accumulated gradients.
 
-    For a change of the number of replicas, whose windows hold different gradients: ``window``
-    becomes zero, and ``count`` that of the last completed window. Adam has no windows.
+    A change of the number of replicas needs this, because their windows hold different gradients:
+    ``window`` becomes zero, and ``count`` that of the last completed window. Adam has no windows.
     """
 
     def is_adam(node: PyTree) -> bool:

@@ -325,7 +325,7 @@ class Mixing:
         )
 
     def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
-        """`key_of` this codec."""
+        """The key of this codec, see `key_of`."""
         return key_of(self.codec, count, nth)
 
 

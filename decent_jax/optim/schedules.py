@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step, exactly as in the reference implementation."""
+"""Learning rates as functions of the 0-based step, exactly as in the reference implementation."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Plan a training run before renting the cluster.
+"""Plan a training run before you rent the cluster.
 
     decent-jax planner predict     step time of every algorithm, and what dominates it
     decent-jax planner recommend   which schedule, how often, in which format

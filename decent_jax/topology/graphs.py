@@ -328,7 +328,7 @@ def _random_state(seed: int) -> np.random.RandomState:
 
 
 def _connected(draw: Callable[[], list[Round]], hint: str) -> list[Round]:
-    """Draw rounds until they connect all replicas."""
+    """Draws rounds until they connect all replicas, `DRAWS` times at most (else ValueError)."""
     for _ in range(DRAWS):
         rounds = draw()
         if connected_parts([rnd.matrix for rnd in rounds]).max() == 0:

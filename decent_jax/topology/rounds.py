@@ -245,7 +245,7 @@ def _both(nodes: Send, replicas: Send, local: int) -> Send:
 
 
 def _matchings(support: np.ndarray, degree: int) -> list[np.ndarray]:
-    """Split a directed graph of largest degree d into d partial permutations (König 1916).
+    """Splits a directed graph of largest degree d into d partial permutations (König 1916).
 
     Dummy edges make the bipartite graph receivers x senders d-regular; a regular bipartite graph
     has a perfect matching, and removing one leaves it (d-1)-regular.
