@@ -284,7 +284,7 @@ def open_memory_checkpoints(
     """Open this process's in-memory checkpoints; None if it writes none.
 
     Args:
-      recovery: section of the config; `AUTOMATIC` needs a supervisor that can restart the run.
+      recovery: a section of the config; `AUTOMATIC` needs a supervisor that can restart the run.
       workdir: the run directory.
       shapes: shapes and dtypes of the state.
       placement: the replicas and their devices.

@@ -40,6 +40,7 @@ def shards_of(x: jax.Array) -> list[Shard]:
 
 
 def spans(index: Any, shape: tuple[int, ...]) -> list[list[int]]:
+    """[start, stop] per dimension, of an index that is a tuple of slices of ``shape``."""
     return [list(cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True)]
 
 

@@ -117,7 +117,7 @@ class Agent:
         anew = threading.active_count() > 1
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():  # about NumPy's idle threads, which survive forks
+        with warnings.catch_warnings():  # about NumPy's idle threads, which handle forks
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:

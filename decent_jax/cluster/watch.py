@@ -81,7 +81,7 @@ class _Watch(threading.Thread):
                 self.end([0], "its connection broke")
 
     def end(self, lost: list[int], why: str) -> None:
-        """End this process with a sentence that names the lost ones."""
+        """End this process with a sentence that names the lost processes."""
         verb = "was" if len(lost) == 1 else "were"
         then = "the same command resumes from the last checkpoint"
         _say(f"{name_all(lost, self.hosts)} {verb} lost: {why}; {then}")
@@ -188,7 +188,7 @@ def gather(value: Value) -> list[Value]:
 
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """In this context, a failed exchange ends this process with a sentence on the lost one.
+    """In this context, a failed exchange ends this process and names the lost process.
 
     A connection breaks at once, but which process broke it is known only after ``heartbeat_s``, so
     this process waits for the watch to end it. Any other error here ends all other processes, too.

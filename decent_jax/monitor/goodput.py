@@ -153,7 +153,7 @@ _session: contextvars.ContextVar[float | None] = contextvars.ContextVar("session
 
 @contextlib.contextmanager
 def session(seconds: float = 0.0) -> Iterator[None]:
-    """A context for a session, which began ``seconds`` ago, or when an enclosing one did."""
+    """A context for a session that began ``seconds`` ago, or when the enclosing session did."""
     began = _session.get()
     token = _session.set(time.monotonic() - seconds if began is None else began)
     try:

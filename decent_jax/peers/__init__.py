@@ -51,7 +51,7 @@ class Peers:
 
     @property
     def patience_s(self) -> float:
-        """Seconds for the state of a peer that joins, and for all peers to save and end.
+        """Seconds that a joining peer waits for a state, and in which all peers must save and end.
 
         A join sends more than an average; a peer that leaves averages once more, and both settle.
         """

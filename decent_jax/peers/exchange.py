@@ -29,7 +29,7 @@ class Asker:
     Args:
       averager: this peer's averager.
       secret: shared by the peers of the run.
-      peers: section of the config.
+      peers: the section ``peers`` of the config.
       clock: a clock, in seconds.
     """
 

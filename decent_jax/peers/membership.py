@@ -54,7 +54,7 @@ class Membership:
     begin, `beat` the rule for peers that return. Thread-safe; no method waits.
 
     Args:
-      peers: section of the config.
+      peers: the section ``peers`` of the config.
       num_replicas: steps of peers per step of common progress.
       known: {rank: steps} before this session.
       clock: a clock, in seconds.

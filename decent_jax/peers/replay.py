@@ -82,7 +82,7 @@ def read_logs(workdir: Path) -> list[Log]:
     """The logs of all generations of all peers.
 
     Raises:
-      RunError: there are none.
+      RunError: there are no logs.
     """
     logs = []
     ranks = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]

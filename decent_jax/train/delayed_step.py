@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
         return rnd, 1 if rnd is None else count
 
     def cycle(self, done: int = 0, steps: float = math.inf) -> Iterator[tuple[int | None, int]]:
-        """`due` over one cycle of all rounds, from ``done`` steps on."""
+        """The results of `due` over a cycle of all rounds, from ``done`` steps on."""
         length = 1 if self.schedule is None else self.schedule.period * self.mix_every
         end = min(done + length, steps)
         while done < end:

@@ -85,7 +85,7 @@ class Target(NamedTuple):
         return experiment.replicas_per_host(self.nodes(placement))
 
     def seconds(self, kernel: hlo.Instruction) -> float:
-        """Estimated seconds of a kernel: on TPUs XLA's, on GPUs from its bytes and products."""
+        """Estimated seconds of a kernel: by XLA on TPUs, from its bytes and products on GPUs."""
         if self.clock:
             return kernel.cycles / self.clock
         return max((kernel.read + kernel.written) / H100_BANDWIDTH, kernel.flops / H100_FLOPS)

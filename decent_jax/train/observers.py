@@ -85,8 +85,8 @@ class Pause:
         self._saver.agreed |= saves or self.stops
 
     def __call__(self) -> None:
-        """Call between two batches of an evaluation; raises Halted in all processes, soon after one
-        of them received a signal."""
+        """Call between two batches of an evaluation; raises Halted, in all processes, soon after a
+        process has received a signal."""
         self.agree(between_steps=False)
         if self.stops:
             raise Halted

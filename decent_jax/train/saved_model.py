@@ -44,7 +44,7 @@ class Saved(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """The number of steps done."""
         return self.meta["step"]
 
 
@@ -87,14 +87,17 @@ class TrainedRun:
 
     @property
     def step(self) -> int:
+        """See `decent_jax.tasks.TrainedRun`."""
         return self._restored.step
 
     @property
     def params(self) -> PyTree:
+        """See `decent_jax.tasks.TrainedRun`."""
         return self._restored.params
 
     @property
     def model_state(self) -> PyTree:
+        """See `decent_jax.tasks.TrainedRun`."""
         return self._restored.model_state
 
     @functools.cached_property
@@ -102,6 +105,7 @@ class TrainedRun:
         return restore_model(self.workdir, self.which)
 
     def evaluated_state(self, task: tasks.Task) -> PyTree:
+        """See `decent_jax.tasks.TrainedRun`."""
         placement = replicas.place(self.config.num_replicas, jax.local_devices()[:1])
         evaluator = Evaluator(self.config, task, placement)
         return jax.device_get(evaluator.consensus_state(self.params, self.model_state))
