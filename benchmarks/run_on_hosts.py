@@ -12,7 +12,7 @@ at Ctrl-C or SIGTERM, all are killed.
 
     python benchmarks/run_on_hosts.py --ray --mbit 26 --cpus 2 train.py
         --config configs/quickstart_peers.py --workdir runs/hosts
-        --config.peers.address=10.77.0.1:6391 --config.peers.cpus=1
+        --config.ray.address=10.77.0.1:6391 --config.ray.cpus=1
 
 With ``--ray`` the program starts on the first of four hosts that have a Ray node each. It makes
 the hosts and Ray, which are there while the program runs; SIGTERM and Ctrl-C reach it.

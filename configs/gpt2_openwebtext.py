@@ -67,8 +67,8 @@ def get_config(arguments: str = "decentralized"):
         config.optimizer.b2 = 0.98
     if arm == "peers":
         config.trainer = "peers"
-        config.peers.address = "auto"
-        config.peers.gpus = 1.0
+        config.ray.address = "auto"
+        config.ray.gpus = 1.0
         config.peers.exchange_s = 30.0  # a snapshot is 497 MB
         config.algorithm = "swarm"
         config.optimizer.name = "accum_adam"
@@ -95,6 +95,6 @@ def get_config(arguments: str = "decentralized"):
         config.eval.every = 10
         config.eval.batches = 4
         config.log.every = 5
-        config.peers.address = ""
-        config.peers.gpus = 0.0
+        config.ray.address = ""
+        config.ray.gpus = 0.0
     return config

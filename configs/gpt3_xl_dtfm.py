@@ -11,7 +11,7 @@ Command (64 machines in a Ray cluster, one GPU each, placed by the planner):
     decent-jax planner place --network network.json --parameters 1.3e9 --stages 8 --replicas 8 \\
         --pipeline_bytes 0.5e9 --plan plan.json
     python train.py --config configs/gpt3_xl_dtfm.py --workdir runs/gpt3_xl \\
-        --config.pipeline.address=auto --config.cluster.plan=plan.json
+        --config.ray.address=auto --config.cluster.plan=plan.json
 To average as DT-FM does: --config.algorithm=all_reduce.
 
 Hardware and result: never run at this size by this project.
@@ -47,5 +47,5 @@ def get_config():
     config.pipeline.micro_batches = 64
     config.pipeline.order = "gpipe"  # see docs/pipelines.md; as DT-FM
     config.pipeline.codec = "bfloat16"
-    config.pipeline.gpus = 1.0
+    config.ray.gpus = 1.0
     return config

@@ -43,8 +43,8 @@ PEERS = {
     "algorithm": "swarm",
     "schedule": "random_matching",
     "trainer": "peers",
-    "peers.address": f"{HEAD}:{PORT}",
-    "peers.cpus": 1,
+    "ray.address": f"{HEAD}:{PORT}",
+    "ray.cpus": 1,
     "peers.restarts": 1000,
 }
 PROGRAMS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from decent_jax.actors import Ray
 from decent_jax.cluster import launchers
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError, Interrupted
@@ -55,14 +56,11 @@ def prepare(address: str) -> None:
 
 
 @contextlib.contextmanager
-def running(
-    config: object, section: str, needs: Sequence[float] = (), store: int = 0
-) -> Iterator[None]:
-    """A context in which Ray is connected, at the section's address or else on this machine.
+def running(settings: Ray, needs: Sequence[float] = (), store: int = 0) -> Iterator[None]:
+    """A context in which Ray is connected, at the address or else on this machine.
 
     Args:
-      config: the run's config.
-      section: "peers" or "pipeline".
+      settings: of the config.
       needs: see `check_memory`.
       store: bytes of the objects that the actors pass through Ray.
 
@@ -74,7 +72,7 @@ def running(
     import ray  # after `prepare`
     from ray.exceptions import RayError
 
-    address = getattr(config, section).address
+    address = settings.address
     if not address and os.environ.get(_MODE) != "token":
         raise ConfigError(
             f"this process has imported Ray without authentication; set {_MODE}=token in its "
@@ -82,7 +80,7 @@ def running(
         )
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if not address:
-        check_memory(needs, section)
+        check_memory(needs)
         options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -91,40 +89,39 @@ def running(
             ray.init(address=address or "local", **options)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         why = f"must be one where a Ray cluster answers ({str(error).partition(chr(10))[0]})"
-        raise ConfigError.about(f"{section}.address", address, why) from None
+        raise ConfigError.about("ray.address", address, why) from None
     except SystemExit:  # of Ray's handler, which has ended its processes
         raise Interrupted("interrupted; the same command resumes", signal.SIGTERM) from None
     finally:
         if signal.getsignal(signal.SIGTERM) is not handler:
             signal.signal(signal.SIGTERM, handler)
     try:
-        check_resources(config, section, needs, ray.cluster_resources())
+        check_resources(settings, needs, ray.cluster_resources())
         yield
     finally:
         ray.shutdown()
 
 
-def check_memory(needs: Sequence[float], section: str, there: float | None = None) -> None:
+def check_memory(needs: Sequence[float], there: float | None = None) -> None:
     """Refuse actors that together need more memory than there is.
 
     Args:
       needs: bytes of the arrays of each actor.
-      section: "peers" or "pipeline".
       there: bytes that Ray has on all machines; None: the memory of this machine.
     """
     count, needed = len(needs), sum(needs) + len(needs) * _ACTOR
-    what = f"{count} {section} actors, {_ACTOR / 1e6:g} MB each and more,"
+    what = f"{count} actors of Ray, {_ACTOR / 1e6:g} MB each and more,"
     machine.check_memory(needed, what, there)
 
 
-def reserved(config: object, section: str, need: float) -> float:
+def reserved(settings: Ray, need: float) -> float:
     """Bytes to reserve for an actor that needs ``need``; on a Ray that we start, none."""
-    return need + _ACTOR if getattr(config, section).address else 0.0
+    return need + _ACTOR if settings.address else 0.0
 
 
-def check_address(config: object, section: str) -> None:
+def check_address(settings: Ray) -> None:
     """Refuse an address at which no Ray listens; Ray itself would try for minutes."""
-    name, address = f"{section}.address", getattr(config, section).address
+    name, address = "ray.address", settings.address
     if address in ("", "auto"):
         return
     host, _, port = address.rpartition(":")
@@ -141,9 +138,7 @@ def check_address(config: object, section: str) -> None:
         raise ConfigError.about(name, address, f"must be that of Ray ({error}); {start}") from None
 
 
-def check_resources(
-    config: object, section: str, needs: Sequence[float], there: Mapping[str, float]
-) -> None:
+def check_resources(settings: Ray, needs: Sequence[float], there: Mapping[str, float]) -> None:
     """Refuse more actors than Ray has room for.
 
     Args:
@@ -151,10 +146,12 @@ def check_resources(
       there: the resources that Ray has, by Ray's names.
     """
     count = len(needs)
-    if getattr(config, section).address:
-        check_memory(needs, section, there.get("memory", 0.0))
-    for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
-        field, each = f"{section}.{name}", getattr(getattr(config, section), name)
+    if settings.address:
+        check_memory(needs, there.get("memory", 0.0))
+    for field, each, resource in (
+        ("ray.cpus", settings.cpus, "CPU"),
+        ("ray.gpus", settings.gpus, "GPU"),
+    ):
         if count * each > there.get(resource, 0.0):
             has = f"must leave enough for {count} actors: Ray has {there.get(resource, 0.0):g}"
             raise ConfigError.about(field, each, f"{has} {resource}")

@@ -10,7 +10,7 @@ latency and bandwidth from the first device of every process to that of every ot
 for `decent-jax planner ... --network network.json`.
 
 For pipelines, start it once: it measures the links between the nodes of the Ray cluster in
---config.pipeline.address ("auto" or HOST:PORT).
+--config.ray.address ("auto" or HOST:PORT).
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
 
 def _run(options: argparse.Namespace, config: Any) -> None:
     size = int(options.megabytes * 1e6), options.repeats
-    if address := value_of(config, "pipeline.address"):
+    if address := value_of(config, "ray.address"):
         from decent_jax.actors import ray_cluster
 
         ray_cluster.prepare(address)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from decent_jax.actors import Ray
 from decent_jax.ground.fields import changeable, setting
 from decent_jax.ground.json_files import Json
 from decent_jax.train import settings
@@ -20,7 +21,6 @@ FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
 class Peers:
     """Settings of a run of peers."""
 
-    address: str = changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine')
     count: int = changeable(
         0,
         "peers that train; 0: num_replicas; a peer's batch is batch_size / num_replicas",
@@ -34,8 +34,6 @@ class Peers:
         at_least=1,
     )
     restarts: int = changeable(3, "how often a dead peer is replaced", at_least=0)
-    cpus: float = changeable(0.0, "cores that Ray reserves for a peer; 0: none", at_least=0)
-    gpus: float = changeable(0.0, "GPUs that Ray gives to a peer", at_least=0)
     exchange_s: float = changeable(
         10.0, "seconds after which a pairwise average times out", above=0
     )
@@ -58,13 +56,14 @@ class Peers:
         return 6 * self.exchange_s
 
 
-SECTIONS = {"peers": Peers}
+SECTIONS = {"peers": Peers, "ray": Ray}
 
 
 class Config(settings.Config):
     """The config of a run of peers."""
 
     peers: Peers
+    ray: Ray
 
 
 def check(config: Config) -> None:
@@ -89,7 +88,7 @@ def _driver(config: Config) -> ModuleType:
     from decent_jax.actors import ray_cluster
 
     check(config)
-    ray_cluster.prepare(config.peers.address)
+    ray_cluster.prepare(config.ray.address)
     from decent_jax.peers import driver
 
     return driver

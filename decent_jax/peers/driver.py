@@ -48,17 +48,17 @@ def run(config: Config, workdir: str | Path) -> Json:
 
     Returns and raises the same as `decent_jax.train.run`.
     """
-    check_address(config, "peers")
+    check_address(config.ray)
     before = peer_run.read_manifest(Path(workdir), config)
     with peer_run.open_run(config, workdir) as (experiment, work):
         work.record.config = config
         state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
         size = algorithm.bytes_of(state)
         need = size + bytes_ahead(config, experiment.task.train_source, config.num_replicas)
-        if not config.peers.address:
-            check_memory(count * [need], "peers")
+        if not config.ray.address:
+            check_memory(count * [need])
             compile_step(config, experiment, work)
-        with running(config, "peers", count * [need], store=count * size):
+        with running(config.ray, count * [need], store=count * size):
             driver = Driver(config, experiment, work, before, Actors(), own_host(), need)
             return driver.run()
 
@@ -88,7 +88,7 @@ def dry_run(config: Config) -> None:
     Raises:
       ConfigError: the run would be refused.
     """
-    check_address(config, "peers")
+    check_address(config.ray)
     with tempfile.TemporaryDirectory() as folder:
         place = Place(config, folder, 0, 0, None, config.num_replicas)
         with peer_run.open_peer(place) as (experiment, work):

@@ -72,7 +72,7 @@ class Supervisor:
     ):
         self.config, self.folder, self._steps, self._before = config, folder, steps, before
         self._say, self._actors, self._data = say, actors, data
-        self._memory = reserved(config, "peers", need)
+        self._memory = reserved(config.ray, need)
         self.secret = secrets.token_bytes(32)
         self.streams = before.get("streams", config.num_replicas)
         self.live: dict[int, _Live] = {}
@@ -109,7 +109,7 @@ class Supervisor:
 
     def _start(self, rank: int, fresh: int | None = None) -> None:
         """Start a peer; for ``fresh`` see `Membership.add`."""
-        peers, before = self.config.peers, self.of(rank)
+        ray, before = self.config.ray, self.of(rank)
         earlier = events.generations(self.folder / FOLDER / str(rank))
         place = Place(
             self.config,
@@ -125,8 +125,8 @@ class Supervisor:
             *(Peer, place, self._address, self.secret),
             log=place.folder / "log.txt",
             sigterm="leave",
-            cpus=peers.cpus,
-            gpus=peers.gpus,
+            cpus=ray.cpus,
+            gpus=ray.gpus,
             memory=self._memory,
             threads=_THREADS,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from decent_jax.actors import Ray
 from decent_jax.gossip import codecs
 from decent_jax.ground.fields import changeable, setting
 from decent_jax.ground.json_files import Json
@@ -34,18 +35,16 @@ class Pipeline:
     codec: str = setting(
         "bfloat16", "format of activations and their gradients", choices=tuple(codecs.NAMED)
     )
-    address: str = changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine')
-    cpus: float = changeable(0.0, "cores that Ray reserves per stage; 0: none", at_least=0)
-    gpus: float = changeable(0.0, "GPUs that Ray assigns per stage", at_least=0)
 
 
-SECTIONS = {"pipeline": Pipeline}
+SECTIONS = {"pipeline": Pipeline, "ray": Ray}
 
 
 class Config(settings.Config):
     """The config of a run of pipelines."""
 
     pipeline: Pipeline
+    ray: Ray
 
 
 def check(config: Config) -> None:
@@ -70,7 +69,7 @@ def _runner(config: Config) -> ModuleType:
     from decent_jax.actors import ray_cluster
 
     check(config)
-    ray_cluster.prepare(config.pipeline.address)
+    ray_cluster.prepare(config.ray.address)
     from decent_jax.pipelines import runner
 
     return runner

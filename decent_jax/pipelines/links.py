@@ -38,15 +38,15 @@ def measure(
     """As `decent_jax.cluster.preflight.measure`, between Ray's nodes; also returns their names.
 
     Args:
-      config: a config whose ``pipeline.address`` names the cluster.
+      config: a config whose ``ray.address`` names the cluster.
       num_bytes, repeats: bytes of the long message, and measurements of each link.
 
     Raises:
       ConfigError: no cluster answers, or it has only one node.
       PeerLost: a node failed meanwhile.
     """
-    check_address(config, "pipeline")
-    with running(config, "pipeline"):
+    check_address(config.ray)
+    with running(config.ray):
         return measured(config, Actors(), num_bytes, repeats)
 
 
@@ -54,13 +54,11 @@ def measured(
     config: Config, actors: Actors, num_bytes: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
     """See `measure`; ``actors`` are those of the cluster."""
-    pipeline, nodes = config.pipeline, actors.nodes()
+    ray, nodes = config.ray, actors.nodes()
     if len(nodes) < 2:
         why = "must be a Ray cluster of several nodes: one has no link to measure"
-        raise ConfigError.about("pipeline.address", pipeline.address, why)
-    probes = [
-        actors.start(Probe, on=node, cpus=pipeline.cpus, gpus=pipeline.gpus) for node in nodes
-    ]
+        raise ConfigError.about("ray.address", ray.address, why)
+    probes = [actors.start(Probe, on=node, cpus=ray.cpus, gpus=ray.gpus) for node in nodes]
     try:
         started = [probe.call("address") for probe in probes]
         coordinator, *_ = [call.result(config.cluster.timeout_s) for call in started]
@@ -70,7 +68,7 @@ def measured(
             p.call("measure", (coordinator, len(probes), k), *asked) for k, p in enumerate(probes)
         ]
         links, *_ = [call.result() for call in calls]
-    except Silent:  # such as a node with fewer cores than pipeline.cpus
+    except Silent:  # such as a node with fewer cores than ray.cpus
         raise PeerLost(
             "the links could not be measured: a node did not start a process within "
             f"cluster.timeout_s ({config.cluster.timeout_s} s)"

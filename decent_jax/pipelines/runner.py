@@ -60,11 +60,11 @@ def dry_run(config: Config) -> None:
 @contextlib.contextmanager
 def _started(config: Config, workdir: str | Path) -> Iterator["Pipelines"]:
     """Open a run and start its workers."""
-    check_address(config, "pipeline")
+    check_address(config.ray)
     with open_run(config, workdir) as (experiment, work, plan, counts):
         config, actors = cast(Config, experiment.config), Actors()
         needs = needs_of(experiment, counts)
-        with running(config, "pipeline", config.num_replicas * needs):
+        with running(config.ray, config.num_replicas * needs):
             nodes = nodes_of(plan, actors.nodes(), config.num_replicas * len(counts))
             with Workers(config, work.path, counts, nodes, actors, needs=needs) as workers:
                 yield Pipelines(experiment, work, counts, workers)

@@ -95,7 +95,7 @@ def needs_of(experiment: Experiment, counts: list[int]) -> list[int]:
         params, _ = jax.eval_shape(part.init, jax.random.key(0))
         return algorithm.bytes_of((params, jax.eval_shape(experiment.tx.init, params)))
 
-    on_gpus = cast(Config, experiment.config).pipeline.gpus > 0
+    on_gpus = cast(Config, experiment.config).ray.gpus > 0
     return [0 if on_gpus else need(stage) for stage in range(len(counts))]
 
 

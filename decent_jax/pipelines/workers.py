@@ -52,7 +52,7 @@ class Workers:
     ):
         self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
         self._stages = len(counts)
-        run, pipeline = (config, str(workdir)), config.pipeline
+        run, ray = (config, str(workdir)), config.ray
         secret = secrets.token_bytes(32)
         self.specs = [
             WorkerSpec(*run, i, s, counts)
@@ -64,9 +64,9 @@ class Workers:
                 *(kind, worker, secret),
                 log=worker.log,
                 on=node,
-                cpus=pipeline.cpus,
-                gpus=pipeline.gpus,
-                memory=reserved(config, "pipeline", needs[worker.stage] if needs else 0.0),
+                cpus=ray.cpus,
+                gpus=ray.gpus,
+                memory=reserved(ray, needs[worker.stage] if needs else 0.0),
                 threads=_THREADS,
             )
             for worker, node in zip(self.specs, nodes, strict=True)

@@ -38,7 +38,7 @@ def test_ray_that_was_imported_without_a_token_is_not_started(mode, monkeypatch)
     ray_cluster.prepare("")
     with (
         refuses("RAY_AUTH_MODE=token", error=ConfigError),
-        ray_cluster.running(train.default_config(), "peers", [0]),
+        ray_cluster.running(train.default_config().ray, [0]),
     ):
         pass
 
@@ -57,18 +57,18 @@ def test_the_token_of_a_cluster_is_for_its_owner_only(monkeypatch, tmp_path):
 
 def test_more_actors_than_this_machine_has_memory_for_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2e9)
-    ray_cluster.check_memory(7 * [0], "peers")
+    ray_cluster.check_memory(7 * [0])
     for needs in (9 * [0], 7 * [10**9 / 7], [10**9, *6 * [0]]):
-        with refuses(f"{len(needs)} peers", "2.00G", error=ConfigError):
-            ray_cluster.check_memory(needs, "peers")
+        with refuses(f"{len(needs)} actors", "2.00G", error=ConfigError):
+            ray_cluster.check_memory(needs)
 
 
 @pytest.mark.parametrize("address", ["host", "host:port", ":1", "127.0.0.1:9", "127.0.0.1:99999"])
 def test_an_address_where_nobody_listens_is_refused(address):
     config = train.default_config()
-    config.pipeline.address = address
-    with refused("pipeline.address", address):
-        ray_cluster.check_address(config, "pipeline")
+    config.ray.address = address
+    with refused("ray.address", address):
+        ray_cluster.check_address(config.ray)
 
 
 @pytest.mark.parametrize("answer", [b"", b"220 mail.example ESMTP\r\n", None])
@@ -88,24 +88,24 @@ def test_an_address_where_something_else_listens_is_refused(answer, monkeypatch)
             there.close()
 
         served = pool.submit(serve)
-        config.peers.address = f"127.0.0.1:{server.getsockname()[1]}"
-        with refused("peers.address", config.peers.address):
-            ray_cluster.check_address(config, "peers")
+        config.ray.address = f"127.0.0.1:{server.getsockname()[1]}"
+        with refused("ray.address", config.ray.address):
+            ray_cluster.check_address(config.ray)
         served.result()
 
 
 @pytest.mark.parametrize(("cpus", "gpus", "field"), [(0.8, 0.0, "cpus"), (0.5, 0.8, "gpus")])
 def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
     config = train.default_config()
-    config.pipeline.update(cpus=cpus, gpus=gpus)
-    with refused(f"pipeline.{field}", 0.8):
-        ray_cluster.check_resources(config, "pipeline", 4 * [0], {"CPU": 3.0})
+    config.ray.update(cpus=cpus, gpus=gpus)
+    with refused(f"ray.{field}", 0.8):
+        ray_cluster.check_resources(config.ray, 4 * [0], {"CPU": 3.0})
     there = {"CPU": 3.0, "GPU": 2.0, "memory": 1e9}
-    ray_cluster.check_resources(config, "pipeline", 2 * [1e9], there)  # of one machine, see above
-    config.pipeline.address = "auto"
-    ray_cluster.check_resources(config, "pipeline", 2 * [2e8], there)
-    with refuses("2 pipeline actors", "Ray has 1.00GB", error=ConfigError):
-        ray_cluster.check_resources(config, "pipeline", 2 * [3e8], there)
+    ray_cluster.check_resources(config.ray, 2 * [1e9], there)  # of one machine, see above
+    config.ray.address = "auto"
+    ray_cluster.check_resources(config.ray, 2 * [2e8], there)
+    with refuses("2 actors", "Ray has 1.00GB", error=ConfigError):
+        ray_cluster.check_resources(config.ray, 2 * [3e8], there)
 
 
 @pytest.fixture
@@ -128,8 +128,8 @@ def ray_of_one_cpu(monkeypatch):
 def test_ray_ends_where_it_has_no_room(ray_of_one_cpu):
     """Or this process could not start it again."""
     config = train.default_config()
-    config.peers.update(address="auto", cpus=0.8)
-    with refused("peers.cpus", 0.8), ray_cluster.running(config, "peers", [0, 0]):
+    config.ray.update(address="auto", cpus=0.8)
+    with refused("ray.cpus", 0.8), ray_cluster.running(config.ray, [0, 0]):
         pass
     assert ray_of_one_cpu[1:] == ["shutdown"]
 
@@ -137,15 +137,15 @@ def test_ray_ends_where_it_has_no_room(ray_of_one_cpu):
 def test_sigterm_while_ray_starts_and_afterwards(ray_of_one_cpu, monkeypatch):
     """A run ends with the code of the signal, and its own handler is in place again."""
     config = train.default_config()
-    config.peers.address = "auto"
+    config.ray.address = "auto"
     handler = signal.getsignal(signal.SIGTERM)
-    with ray_cluster.running(config, "peers"):
+    with ray_cluster.running(config.ray):
         assert signal.getsignal(signal.SIGTERM) is handler
     starts = sys.modules["ray"].init
     monkeypatch.setattr(
         sys.modules["ray"], "init", lambda **_: (starts(), os.kill(os.getpid(), 15))
     )
-    with pytest.raises(Interrupted) as told, ray_cluster.running(config, "peers"):
+    with pytest.raises(Interrupted) as told, ray_cluster.running(config.ray):
         pass
     assert told.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
 

@@ -179,7 +179,7 @@ LATE = [
     ({}, ALONE.format("nowhere"), "nowhere"),
     ({}, "preflight --config config.py --save s.json", "one process"),
     ({}, "preflight --config config.py --save text", "--save text"),
-    ({}, "preflight --save s.json --config.pipeline.address=127.0.0.1:9", "pipeline.address"),
+    ({}, "preflight --save s.json --config.ray.address=127.0.0.1:9", "ray.address"),
 ]
 
 

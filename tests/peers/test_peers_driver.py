@@ -58,7 +58,8 @@ class Session:
 
     def __init__(self, folder, before=(), count=4):
         config = config_of()
-        config.peers.update(count=count, cpus=2.0, gpus=1.0)
+        config.peers.count = count
+        config.ray.update(cpus=2.0, gpus=1.0)
         self.said, self.folder = [], folder
         self.actors = LocalActors({Peer: Trainee})
         self.supervisor = Supervisor(

@@ -171,7 +171,7 @@ def workers(tiny_data, tmp_path):
         now[0] += seconds
 
     config, actors = config_of(tiny_data, 2), LocalActors(wait=wait)
-    config.pipeline.update(cpus=2.0, gpus=0.5)
+    config.ray.update(cpus=2.0, gpus=0.5)
     given = parse(config), tmp_path, [1, 1], [*"abcd"], actors, WorkerSpec
     with Workers(*given, clock=SimpleNamespace(monotonic=lambda: now[0], sleep=wait)) as made:
         yield made, [actor.there for actor in actors.started]
@@ -281,12 +281,12 @@ def test_the_states_of_all_workers_of_a_machine_are_compared_with_it_together(
     assert sum(needs) == pytest.approx(4 * 4 * parameters, rel=0.01) and needs[0] != needs[1]
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2 * sum(needs) + 4 * 250e6 - 1)
     monkeypatch.setitem(os.environ, "RAY_AUTH_MODE", "token")
-    with refuses("4 pipeline actors", error=ConfigError):
+    with refuses("4 actors", error=ConfigError):
         pipelines.run(parse(config), tmp_path / "run")
-    config.pipeline.gpus = 1.0
+    config.ray.gpus = 1.0
     with open_run(parse(config), tmp_path / "run") as (run, *_, counts):
         assert worker.needs_of(run, counts) == [0, 0]
-    config.pipeline.address, actors = "host:1", LocalActors()
+    config.ray.address, actors = "host:1", LocalActors()
     given = parse(config), tmp_path, counts, [None] * 4, actors, WorkerSpec
     with Workers(*given, needs=needs):
         reserved = [actor.options["memory"] for actor in actors.started]
@@ -369,7 +369,7 @@ class NeverStarts(Probe):
 def test_links_are_measured_or_a_node_that_starts_no_process_is_given_up(kind, tiny_data):
     """It may have fewer cores than the config asks for; Ray itself never gives up."""
     config = config_of(tiny_data, 2)
-    config.pipeline.update(cpus=2.0, gpus=0.5)
+    config.ray.update(cpus=2.0, gpus=0.5)
     nodes = [Node("aa", ("a",)), Node("bb", ("b", "host"))]
     actors = LocalActors({links.Probe: kind}, nodes)
     if kind is Probe:
@@ -382,7 +382,7 @@ def test_links_are_measured_or_a_node_that_starts_no_process_is_given_up(kind, t
         with pytest.raises(PeerLost):
             links.measured(config, actors, 1000, 1)
     assert len(actors.started) == 2 and all(probe.killed for probe in actors.started)
-    with refused("pipeline.address", ""):
+    with refused("ray.address", ""):
         links.measured(config, LocalActors(nodes=[Node("aa", ("a",))]), 1000, 1)
 
 
