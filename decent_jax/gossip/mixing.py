@@ -355,13 +355,11 @@ def mean_coded(
     codec: Codec,
     key: jax.Array | None = None,
     between: PyTree = None,
-    clipped: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``; all replicas get the same bits of the mean.
 
     With a sparse codec, every replica receives the messages of all others and adds them in the same
-    order. If ``clipped``, an array of a sparse message is scaled down to the median of its norms
-    over the replicas. Other codecs use `decent_jax.gossip.groups.coded_means`, with ``between``.
+    order. Other codecs use `decent_jax.gossip.groups.coded_means`, with ``between``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
@@ -375,19 +373,10 @@ def mean_coded(
         rows = tuple(map(axis.gathered, parts))
         wide = permute.at_least_float32(x)
 
-        def norm(_: None, part: Parts) -> tuple[None, jax.Array]:
-            values = codec.decode(part, x).astype(wide)
-            return None, jnp.linalg.norm(values)  # pyright: ignore[reportUnknownVariableType]
+        def add(total: jax.Array, part: Parts) -> tuple[jax.Array, None]:
+            return total + codec.decode(part, x).astype(wide), None
 
-        def add(total: jax.Array, message: tuple[Parts, jax.Array]) -> tuple[jax.Array, None]:
-            part, factor = message
-            return total + factor * codec.decode(part, x).astype(wide), None
-
-        factors = jnp.ones(replicas, wide)
-        if clipped:
-            _, norms = jax.lax.scan(norm, None, rows)
-            factors = jnp.minimum(1, jnp.median(norms) / (norms + 1e-8))
-        total, _ = jax.lax.scan(add, 0 * x.astype(wide), (rows, factors))
+        total, _ = jax.lax.scan(add, 0 * x.astype(wide), rows)
         return (total / replicas).astype(x.dtype)
 
     return put_back(map(mean_leaf, leaves, sent)), put_back(own)

@@ -348,19 +348,17 @@ class Feedback:
 
     codec: Q.
     decay: beta.
-    clipped: as in `decent_jax.gossip.mean_coded`.
     """
 
     axis_name: AxisName
     codec: Codec
     decay: float = 1.0
-    clipped: bool = False
 
     def mean(self, x: PyTree, e: PyTree, count: jax.Array, between: PyTree = None) -> Updated:
         """`decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e."""
         key = key_of(self.codec, count)
         e = trees.add(trees.scale(self.decay, e), x)
-        mean, q = gossip.mean_coded(e, self.axis_name, self.codec, key, between, self.clipped)
+        mean, q = gossip.mean_coded(e, self.axis_name, self.codec, key, between)
         return mean, optax.tree.sub(e, q)
 
 

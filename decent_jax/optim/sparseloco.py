@@ -23,7 +23,6 @@ def sparseloco(
     density: Annotated[float, "share of every chunk that is sent, in (0, 1]"] = 1 / 64,
     chunk: Annotated[int, "numbers per chunk"] = 4096,
     decay: Annotated[float, "decay of the residual, in [0, 1]"] = 0.95,
-    clipped: Annotated[bool, "True: clip messages to their median norm"] = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo with sparse messages and error feedback.
 
@@ -39,11 +38,6 @@ def sparseloco(
     The residual of C stays in e and is sent later; e also acts as momentum, so there is no outer
     momentum. It is `diloco` with this codec and ``outer = optax.sgd(1.0)``.
 
-    ``clipped`` scales every message for an array down to the median norm of all replicas' messages,
-    so that no single replica can mislead the others:
-
-    .. math:: q_j \leftarrow q_j \min\Big(1,\ \frac{\mathrm{median}_k |q_k|}{|q_j| + 10^{-8}}\Big)
-
     Encoded messages cannot be added in transit, so every replica receives those of all others and
     sends its own n - 1 times: fewer bytes than a float32 average if n is below 280 at the
     published settings. It stores two copies of the parameters (``theta`` and e).
@@ -56,12 +50,10 @@ def sparseloco(
       density: the share of every chunk that is sent, in (0, 1].
       chunk: the number of parameters per chunk.
       decay: the decay beta of the residual, in [0, 1].
-      clipped: whether messages are clipped, as in Covenant-72B.
 
     References:
       Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a
-      transcription. The 2-bit code is ours: signs and two magnitudes per chunk. `Covenant-72B
-      <https://arxiv.org/abs/2603.08163>`_, 2026, for the clipping.
+      transcription. The 2-bit code is ours: signs and two magnitudes per chunk.
     """
     validation.averages("sparseloco", schedule)
     if not same_init:
@@ -70,7 +62,7 @@ def sparseloco(
             "same_init=True, or noloco"
         )
     validation.share("sparseloco.decay", decay)
-    feedback = Feedback(axis_name, ChunkedTopK(density, chunk), decay, clipped)
+    feedback = Feedback(axis_name, ChunkedTopK(density, chunk), decay)
 
     def outer_step(theta: Arrays, x: Arrays, e: PyTree, at: Departure) -> Message:
         delta, e = feedback.mean(movement(theta, x), e, at.count, at.between.arrays)

@@ -54,9 +54,9 @@ COMMAND_FILES = {
 # says in the commit what needs the lines.
 MOST_LINES = {
     "topology": 797,
-    "gossip": 888,
+    "gossip": 879,
     "replicas": 208,
-    "optim": 1443,
+    "optim": 1441,
     "models": 1483,
     "data": 3419,
     "tasks": 1061,

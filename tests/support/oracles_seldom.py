@@ -38,11 +38,8 @@ def noloco_of_peers(x, pairs, moved, outer_lr=0.7, momentum=0.5):
     return x
 
 
-def sparseloco(x, compress, decay=0.95, clipped=False):
-    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - mean q.
-
-    ``clipped`` (Covenant-72B): each q_j is shortened to the median of all norms.
-    """
+def sparseloco(x, compress, decay=0.95):
+    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - mean q."""
     assert np.all(x == x[0]), "replicas exchange movements only"
     theta, e = x[0], np.zeros_like(x)
     while True:
@@ -52,8 +49,6 @@ def sparseloco(x, compress, decay=0.95, clipped=False):
             e = decay * e + theta - x
             q = np.stack([compress(row) for row in e])
             e = e - q
-            norms = np.linalg.norm(q, axis=1, keepdims=True)
-            q = q * np.minimum(1, np.median(norms) / (norms + 1e-8)) if clipped else q
             theta = theta - q.mean(0)
             x = np.tile(theta, (len(x), 1))
 
