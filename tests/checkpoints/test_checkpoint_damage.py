@@ -82,6 +82,10 @@ def folder(written, tmp_path):
 # --- kinds of damage ------------------------------------------------------------------------------
 
 
+def delete_arrays(step):
+    shutil.rmtree(step / "state")
+
+
 def delete_meta(step):
     (step / "meta.json").unlink()
 
@@ -111,7 +115,7 @@ def of_another_run(step):
 
 
 DAMAGES = [arrays_of_another_step, copy_of_another_step, of_another_run, cut_short]
-DAMAGES += [flip_bits, delete_meta, change_meta]
+DAMAGES += [flip_bits, delete_arrays, delete_meta, change_meta]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
@@ -183,7 +187,7 @@ def test_no_checkpoint_that_can_be_read(copy):
 def test_a_checkpoint_of_another_optimizer_says_so(folder):
     adam = state_of(inner=optax.adam(0.1))
     for other in (adam, state_of(inner=optax.sgd(0.1))):  # which would leave an array out
-        with refuses("step 2 (another optimizer", error=CheckpointError):
+        with refuses("step 2 (", "another optimizer", error=CheckpointError):
             restore(folder, other)
 
 
