@@ -63,11 +63,15 @@ def by_numpy(codec, tree, g):
     return [x.reshape(N, -1)[:, :size] for x in (mean, own)]
 
 
-@pytest.mark.parametrize(("codec", "g"), [*((codec, 8) for codec in BYTES), (Int4(), 4)], ids=repr)
-def test_means_are_those_of_the_definition_on_every_placement(codec, g):
+# Groups on one device, on several of each, and over all; a format's codes are the same everywhere.
+PLACEMENTS = [(Int8(), 8, (1, 4, 8)), (Int4(), 8, (4,)), (BFloat16(), 8, (8,)), (Int4(), 4, (2, 8))]
+
+
+@pytest.mark.parametrize(("codec", "g", "placements"), PLACEMENTS, ids=repr)
+def test_means_are_those_of_the_definition_on_every_placement(codec, g, placements):
     tree = stacked()
     wanted = by_numpy(codec, tree, g)
-    for devices in (1, 4, 8) if g == 8 else (2, 8):
+    for devices in placements:
         got = on(devices, lambda x: means_over(g, codec, x))(tree)
         for tree_got, want in zip(got, wanted, strict=True):
             flat = np.concatenate([np.asarray(x).reshape(N, -1) for x in tree_got.values()], axis=1)
@@ -113,19 +117,19 @@ def test_bytes_are_two_coded_models_less_one_nth(codec, users_hlo):
     assert sent == 2 * (N - 1) / N * 4 * N * ROW * BYTES[codec]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_replicas_that_are_not_finite_never_enter_a_sum(devices):
+def test_replicas_that_are_not_finite_never_enter_a_sum():
     tree = stacked()
     tree["x0"][3, 5] = np.nan
     tree["x0"][6] = np.inf
     fine = np.delete(np.arange(N), [3, 6])
     finite = np.isin(np.arange(N), fine)
-    mean, _ = on(devices, lambda x, ok: means_over(8, Int8(), x, ok))(tree, finite)
+    run = on(4, lambda x, ok: means_over(8, Int8(), x, ok))
+    mean, _ = run(tree, finite)
     wanted = tree["x1"][fine].mean(0)
     np.testing.assert_allclose(mean["x1"][3], wanted, atol=0.06)
     np.testing.assert_allclose(mean["x1"][0], (6 * wanted + 2 * tree["x1"][0]) / 8, atol=0.06)
     assert np.isfinite(mean["x0"]).all()
-    lost, _ = on(devices, lambda x, ok: means_over(8, Int8(), x, ok))(tree, finite & False)
+    lost, _ = run(tree, finite & False)
     assert np.isnan(lost["x1"]).all()
 
 

@@ -97,9 +97,9 @@ def rounds_of(n, devices):
 # (form, n, devices): n in and out of powers of two, blocks that permutations do not respect, a
 # node inside a device, over two and over all.
 FORMS = [
-    *(("vmap", n, 1) for n in (1, 3, 8)),
+    *(("vmap", n, 1) for n in (1, 3, 4)),
     *(("devices", n, n) for n in (2, 5)),
-    *(("block", 2, 1), ("block", 6, 3), ("block", 8, 4), ("block", 15, 5), ("block", 24, 8)),
+    *(("block", 2, 1), ("block", 6, 3), ("block", 8, 4), ("block", 15, 5)),
 ]
 
 
