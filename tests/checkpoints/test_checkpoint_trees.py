@@ -59,15 +59,19 @@ def test_what_cannot_be_saved_is_refused_first(tmp_path, changes, named):
 
 
 def test_arrays_of_every_kind_train_and_resume_bit_by_bit(tmp_path):
-    """In the model state and in that of the optimizer; also evaluated, and with more replicas."""
+    """In the model state and in that of the optimizer; also evaluated, and with more replicas.
+
+    The optimizer has an array without elements, too, which is not saved.
+    """
     changes = {"model.state": "any", "eval.every": 1, "eval.replicas": True}
     changes |= {"algorithm": "decentralized_sgd", "optimizer.name": "tree_task.with_any_arrays"}
-    whole = tiny.run(config("plain", **changes), tmp_path / "whole")
-    saved = sums(whole, 4)["state"]
+    whole = tiny.run(config("haiku", **changes), tmp_path / "whole")
+    saved = sums(whole, 4)[arrays.STATE]
     assert sum("kinds" in name for name in saved) == 2 * len(tree_task.KINDS)
+    assert not any("projector" in name for name in saved)
     for replicas in (2, 4):
         cut = small_runs.killed_after(2, whole, tmp_path / f"{replicas}")
-        tiny.run(config("plain", **changes, num_replicas=replicas), cut)
+        tiny.run(config("haiku", **changes, num_replicas=replicas), cut)
         assert (sums(cut, 4)["state"] == saved) == (replicas == 2)
     for which in ("best", "last"):
         run = saved_model.TrainedRun(whole, which)
@@ -77,21 +81,6 @@ def test_arrays_of_every_kind_train_and_resume_bit_by_bit(tmp_path):
 def test_a_model_state_may_be_none(tmp_path):
     tiny.run(config("plain", **{"model.state": "none"}), tmp_path)
     assert saved_model.TrainedRun(tmp_path).model_state is None
-
-
-def test_an_empty_array_of_an_optimizer_resumes(tmp_path):
-    """Also with twice the replicas."""
-    optimizer = {
-        "algorithm": "decentralized_sgd",
-        "optimizer.name": "tree_task.with_an_empty_array",
-    }
-    whole = tiny.run(config("haiku", **optimizer), tmp_path / "whole")
-    for replicas in (2, 4):
-        cut = small_runs.killed_after(2, whole, tmp_path / f"{replicas}")
-        tiny.run(config("haiku", **optimizer, num_replicas=replicas), cut)
-        found = sums(cut, 4)
-        assert not any("projector" in name for name in found[arrays.STATE])
-        assert (found == sums(whole, 4)) == (replicas == 2)
 
 
 CHANGED = {
@@ -118,10 +107,8 @@ def test_a_folder_from_which_nothing_could_be_read_is_refused(tmp_path, name, mo
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name", ["a b", "50%25", "a#b?c", "{a}*", "ü 日", "-a", "a:b", "a\nb", "'$a'"]
-)
-def test_a_folder_of_an_odd_name_is_resumed(tmp_path, name):
-    tiny.run(config("plain"), tmp_path / name)
-    tiny.run(config("plain", steps=6), tmp_path / name)
-    assert tiny.saved_steps(tmp_path / name)[-1] == 6
+def test_a_folder_of_an_odd_name_is_resumed(tmp_path):
+    folder = tmp_path / "-a b%25#c?d{e}*ü 日:\n'$f'"
+    tiny.run(config("plain", steps=2), folder)
+    tiny.run(config("plain", steps=4), folder)
+    assert tiny.saved_steps(folder) == [2, 4]

@@ -10,6 +10,7 @@ from datafiles import gpt2_json
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from test_data_tokenizer_json import words
 from tokenizers import Tokenizer
 
 from decent_jax.commands.prepare import main
@@ -156,21 +157,22 @@ def test_gpt2_is_downloaded_or_refused_in_one_sentence(monkeypatch, tmp_path):
                 tokenizers.load("gpt2")
 
 
-def test_from_manifest(gpt2, tmp_path):
+def test_from_manifest(tmp_path):
     with refuses(tmp_path, "manifest.json", error=DataError):
         tokenizers.from_manifest(tmp_path)
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({"tokenizer": tokenizers.load("bytes").to_json()}))
     assert tokenizers.from_manifest(tmp_path).name == "bytes"
-    manifest.write_text(json.dumps({"tokenizer": gpt2.to_json()}))
-    gpt2.save_files(tmp_path)
+    named = tokenizers.load(str(words(tmp_path / "words.json", special=["</s>"])))
+    manifest.write_text(json.dumps({"tokenizer": named.to_json()}))
+    named.save_files(tmp_path)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path, moved)
-    assert tokenizers.from_manifest(moved).decode([15496, 995]) == "Hello world"
+    assert tokenizers.from_manifest(moved).decode(named.encode("to be")) == "to be"
     manifest.write_text("{}")
     with refuses(manifest, error=DataError):
         tokenizers.from_manifest(tmp_path)
-    entry = gpt2.to_json()
+    entry = named.to_json()
     entry["files"]["tokenizer.json"] = "0" * 64
     manifest.write_text(json.dumps({"tokenizer": entry}))
     with refuses("tokenizer.json", error=DataError):
@@ -181,4 +183,4 @@ def test_from_manifest(gpt2, tmp_path):
             tokenizers.from_manifest(tmp_path)
     with refuses("--end_of_text", moved, error=DataError):
         tokenizers.load(str(moved), "a")
-    assert tokenizers.load(str(moved)).to_json() == gpt2.to_json()
+    assert tokenizers.load(str(moved)).to_json() == named.to_json()

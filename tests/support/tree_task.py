@@ -91,7 +91,7 @@ class Tree(line_task.Line):
 
 
 def with_any_arrays(learning_rate):
-    """Momentum whose state also has arrays of every kind, and draws from its key."""
+    """Momentum that draws, and keeps arrays of every kind; one is empty, as GaLore's of a bias."""
     momentum = optax.sgd(learning_rate, 0.9)
 
     def update(grads, state, params=None):
@@ -102,17 +102,6 @@ def with_any_arrays(learning_rate):
         return jax.tree.map(lambda x: x + noise, change), (momenta, more | {"key": next_key})
 
     def init(params):
-        return momentum.init(params), any_arrays()
+        return momentum.init(params), any_arrays() | {"projector": jnp.zeros((0, 3))}
 
     return optax.GradientTransformation(init, update)
-
-
-def with_an_empty_array(learning_rate):
-    """Momentum whose state also has an array without elements, as GaLore's has for a bias."""
-    momentum = optax.sgd(learning_rate, 0.9)
-    return optax.GradientTransformation(
-        lambda params: (momentum.init(params), {"projector": jnp.zeros((0, 3))}),
-        lambda grads, state, params=None: (lambda made: (made[0], (made[1], state[1])))(
-            momentum.update(grads, state[0], params)
-        ),
-    )

@@ -39,7 +39,6 @@ AIRBENCH = {
     "data__border": "reflect",
     "data__shift": 1,
     "data__eval_views": 6,
-    "eval__replicas": True,
     "optimizer__name": "decent_jax.models.airbench.optimizer",
     "learning_rate": 0.24,
 }
@@ -53,9 +52,6 @@ def test_a_run_of_airbench_keeps_its_whitening(folders, tmp_path):
     folder = tiny.run(config, tmp_path / "run")
     rates = [row["train/learning_rate"] for row in rows(folder) if "train/learning_rate" in row]
     np.testing.assert_allclose(rates, [0.24, 0.16, 0.08], rtol=1e-6)
-    final = json.loads((folder / "summary.json").read_text())["final"]
-    assert 0 <= final["eval/top1_worst"] <= final["eval/top1_mean"] <= 1
-    assert final["eval/loss_worst"] >= final["eval/loss_mean"]
     trained = saved_model.TrainedRun(folder)
     task = task_lib.make(trained.config, trained.workdir, contextlib.nullcontext)
     kernel = trained.params["whiten"]["kernel"]
