@@ -138,17 +138,6 @@ def test_a_finished_run_is_left_alone_and_can_be_extended(copy, whole, tmp_path,
     assert [row["step"] for row in tiny.rows(folder)] == list(range(1, 27))
 
 
-def test_best_models_of_steps_to_come_are_forgotten(copy, whole):
-    losses = {r["step"]: r["eval/loss"] for r in tiny.rows(whole) if "eval/loss" in r}
-    assert losses[20] < losses[15]
-    folder = copy(step=16)
-    assert best_steps(folder) == ["20"]
-    interrupt(folder, 17)
-    assert best_steps(folder) == []
-    tiny.run(config(), folder)
-    assert_equals(folder, whole)
-
-
 def test_best_is_the_consensus_model_of_the_lowest_loss(tmp_path, monkeypatch):
     seen = iter([3.0, 1.0, 2.0, 4.0])
     consensus = Evaluator.consensus

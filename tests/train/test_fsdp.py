@@ -25,23 +25,14 @@ SCHEDULE = topology.make("one_peer_exp", 4)
 BETWEEN = {(2 * ((i - 2) % 4) + j, 2 * i + j) for i in range(4) for j in range(2)}
 
 
-@pytest.fixture(scope="module")
-def trainer(tiny_data):
-    """(step, state, placement, task) of the tiny GPT-2, 4 replicas of 2 devices."""
-    return made(tiny.config(tiny_data, mesh=FSDP), fsdp=2)
-
-
 def made(config, fsdp):
+    """(step, state, placement, task) of the tiny GPT-2, 4 replicas of this many devices."""
     placement = replicas.place(4, jax.devices()[: 4 * fsdp], fsdp)
     task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
     tx = algorithm.transformation(parse(config), SCHEDULE, 0.01, task.decay_mask)
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, SCHEDULE, placement)
     state = step_lib.init_state(config, task, tx, placement)
     return step, state, placement, task
-
-
-def shard_sizes(params):
-    return sorted(x.addressable_shards[0].data.size for x in jax.tree.leaves(params))
 
 
 def test_arrays_are_sharded_by_their_largest_dimension():
@@ -70,25 +61,18 @@ def test_arrays_are_sharded_by_their_largest_dimension():
     np.testing.assert_array_equal(batch["x"], x)
 
 
-def test_a_device_holds_its_part_of_the_state(trainer):
-    _, state, _, _ = trainer
-    for tree in (state.params, state.opt_state):
-        large = [x for x in jax.tree.leaves(tree) if x.size > 4]
-        assert large and all(x.addressable_shards[0].data.size == x.size // 8 for x in large)
-
-
 def a_batch(task, placement, batch_size):
     where = {"num_replicas": 4, "replicas": placement.local_replicas}
     with loader.train_batches(task.train_source, seed=0, batch_size=batch_size, **where) as batches:
         return placement.put(next(batches))
 
 
-@pytest.mark.slow
-def test_the_step_sends_shards_and_keeps_the_state_where_it_is(trainer):
-    step, state, placement, task = trainer
-    batch = a_batch(task, placement, 8)
+def assert_sharded(compiled, state, batch):
+    """A device holds its part, a step sends shards, and its state stays where it is."""
+    for tree in (state.params, state.opt_state):
+        large = [x for x in jax.tree.leaves(tree) if x.size > 4]
+        assert large and all(x.addressable_shards[0].data.size == x.size // 8 for x in large)
     assert all(x.sharding.spec == P("replica", "fsdp") for x in jax.tree.leaves(batch))
-    compiled = step.lower(state, batch, np.int32(0), round=1).compile()
     sent = [
         (sum(sizes), pairs_of(line))
         for kind, sizes, line in collectives(compiled.as_text())
@@ -96,7 +80,8 @@ def test_the_step_sends_shards_and_keeps_the_state_where_it_is(trainer):
     ]
     # Between replicas a shard of each array and a flag; what else moves stays inside a replica.
     between = [size for size, pairs in sent if any(a // 2 != b // 2 for a, b in pairs)]
-    assert sorted(between) == sorted([*shard_sizes(state.params), 1])
+    sizes = [x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params)]
+    assert sorted(between) == sorted([*sizes, 1])
     assert all(pairs == BETWEEN for size, pairs in sent if size in between and size > 1)
     after, _ = compiled.output_shardings
     for sharding, x in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
@@ -104,7 +89,7 @@ def test_the_step_sends_shards_and_keeps_the_state_where_it_is(trainer):
 
 
 @pytest.mark.slow
-def test_devices_share_the_examples_of_each_micro_batch(tiny_data, monkeypatch):
+def test_devices_share_the_examples_of_each_micro_batch_and_send_shards(tiny_data, monkeypatch):
     """With two devices per replica half the products on each, and no batch is gathered for it.
 
     XLA cannot divide cuDNN's attention, so each device starts it for its own examples; here it is
@@ -125,6 +110,8 @@ def test_devices_share_the_examples_of_each_micro_batch(tiny_data, monkeypatch):
         step, state, placement, task = made(config, fsdp)
         batch = a_batch(task, placement, 32)
         compiled = step.lower(state, batch, np.int32(0), round=1).compile()
+        if fsdp > 1:
+            assert_sharded(compiled, state, batch)
         losses = []
         for t in range(2):
             state, metrics = compiled(state, batch, np.int32(t))

@@ -264,21 +264,16 @@ def test_three_of_four_failing_for_ever_do_not_stop_the_run(run, sick):
 
 
 def test_a_signal_saves_and_leaves(run, tmp_path):
-    """SIGTERM; test_checkpoint sends Ctrl-C to the command."""
+    """In the last step it leaves the evaluation to the next session.
+
+    It may take longer than a scheduler waits before it kills. test_checkpoint stops earlier.
+    """
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-    signals = tiny.SignalAfter(5, signal.SIGTERM)
-    with pytest.raises(train.Interrupted) as left:
-        run(signals=signals)
-    assert left.value.code == 143 and "step 5" in str(left.value)
-    assert goodput_file.read(tmp_path / "run" / goodput_file.FILE)["ended"]  # as it should
-    assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-
-
-def test_a_signal_in_the_last_step_leaves_the_evaluation_to_the_next_session(run):
-    """Which may take longer than a scheduler waits before it kills."""
     with pytest.raises(train.Interrupted) as left:
         run(steps=5, signals=tiny.SignalAfter(5, signal.SIGTERM))
     assert left.value.code == 143 and "step 5" in str(left.value)
+    assert goodput_file.read(tmp_path / "run" / goodput_file.FILE)["ended"]  # as it should
+    assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     summary = tiny.summary(run(steps=5))
     assert summary["steps"] == 5 and "interrupted" not in summary
     assert summary["final"]["step"] == 5
