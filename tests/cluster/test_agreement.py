@@ -76,8 +76,7 @@ def run(monkeypatch, count, steps, wishes, ahead=1, seed=0):
     return found, store
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ahead", [0, 1, 7])
+@pytest.mark.parametrize(("ahead", "seed"), [(0, 0), (0, 2), (1, 1), (1, 3), (7, 0), (7, 2)])
 def test_all_stop_at_the_same_boundary_soon_after_one_wants_to(monkeypatch, ahead, seed):
     at = random.Random(seed).randrange(1, 20)
     found, _ = run(monkeypatch, 3, 400, {(seed % 3, at): (False, True)}, ahead, seed)
@@ -102,7 +101,7 @@ def test_loops_that_want_nothing_tell_nothing_before_they_end(monkeypatch):
 
 @pytest.mark.parametrize("boundary", [57, 58, 59, 60])
 def test_a_wish_at_the_end_holds_nobody_up(monkeypatch, boundary):
-    for seed in range(3):
+    for seed in range(2):
         found, _ = run(monkeypatch, 3, 60, {(1, boundary): (False, True)}, seed=seed)
         assert found[0] == found[1] == found[2]
 

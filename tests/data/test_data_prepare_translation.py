@@ -135,8 +135,7 @@ def test_filters_by_hand(tmp_path, monkeypatch):
     assert sum(counts.values()) + len(good + fine) + 2 + 2 == len(pairs) + len(val) + 2
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(("split", "side"), [("val", 1), ("test", 0)])
 def test_a_sentence_too_long_to_translate_is_refused_with_its_line(split, side, tmp_path):
     pairs = [(f"sentence number {i}", f"Satz Nummer {i}") for i in range(60)]
     table = mini_pairs.write_pairs(tmp_path / "train", pairs)

@@ -108,8 +108,10 @@ def recompute(config, params, prompt, num_tokens):
     return tokens
 
 
-@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize(("prompt", "num_tokens"), [(3, 0), (3, 12), (11, 2)])
+@pytest.mark.parametrize(
+    ("config", "prompt", "num_tokens"),
+    [(SMALL, 3, 0), (SMALL, 3, 12), (SMALL, 11, 2), (LLAMA, 3, 12)],
+)
 def test_greedy_equals_recomputation(config, prompt, num_tokens):
     """Within the context (cache), past it (sliding window), and from one to the other."""
     params = drawn(decoders, config)

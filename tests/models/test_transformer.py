@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import count_of, drawn, shapes_of
+from networks import count_of, drawn
 
 from decent_jax.models import transformer
 
@@ -33,14 +33,6 @@ def test_parameter_counts_by_hand(name, count):
     attention, feed_forward, norm = 4 * width**2, 2 * width * ff + ff + width, 2 * width
     layers = config.layers * (3 * attention + 2 * feed_forward + 5 * norm)
     assert count_of(transformer, config) == config.vocab_size * width + layers == count
-
-
-def test_one_embedding():
-    leaves = jax.tree_util.tree_leaves_with_path(shapes_of(transformer, TINY))
-    with_vocabulary = [path[-1].key for path, leaf in leaves if TINY.vocab_size in leaf.shape]
-    assert with_vocabulary == ["embedding"]
-    biases = {path[-2].key for path, _ in leaves if path[-1].key == "bias"}
-    assert biases == {"ff_in", "ff_out", "ff_norm", "self_norm", "cross_norm"}
 
 
 def test_every_dropout_of_a_pass_has_a_key_of_its_own(monkeypatch):

@@ -365,8 +365,7 @@ def test_impossible_pairings(method, changes, message):
         build(case, "complete" if averages else "bidirectional_ring", **changes)
 
 
-@pytest.mark.parametrize("combine", ["awc", "atc"])
-@pytest.mark.parametrize("times", [2, 5])
+@pytest.mark.parametrize(("combine", "times"), [("awc", 5), ("atc", 2)])
 def test_several_rounds_per_step_are_the_product_of_their_matrices(combine, times):
     """RelaySGD's SGP has two; the next step goes on where the last one ended."""
     schedule, n = topology.make("one_peer_exp", 8), 8

@@ -202,22 +202,6 @@ def assert_close(got, wanted, rtol=1e-11, atol=0.0):
         np.testing.assert_allclose(got[leaf], wanted[leaf], rtol=rtol, atol=atol)
 
 
-def test_in_a_chain(x64):
-    """Before it gradients are clipped, inside it updates; ``round`` finds its way through."""
-    schedule, inner = schedule_of("one_peer_exp"), OPTIMIZERS["accum_adamw"]
-    clip, txs = optax.clip_by_global_norm(0.7), {}
-    for combine in ("awc", "atc"):
-        plain = optim.decentralized(inner, schedule, combine)
-        txs["outside", combine] = optax.chain(clip, plain)
-        txs["inside", combine] = optim.decentralized(optax.chain(clip, inner), schedule, combine)
-        txs["plain", combine] = plain
-    got, _ = trajectories(txs, schedule)
-    for combine in ("awc", "atc"):
-        assert_close(got["outside", combine], got["inside", combine])
-        gap = got["outside", combine]["bias"] - got["plain", combine]["bias"]
-        assert abs(gap).max() > 1e-2
-
-
 def test_clipping_inside_is_of_each_replicas_own_norm(x64):
     schedule, (x, noise) = schedule_of("ring"), problem()
     norms = np.sqrt(sum(np.square(0.5 * x[k] - noise[k][0]).sum(1) for k in x))
