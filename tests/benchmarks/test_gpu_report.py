@@ -4,7 +4,6 @@ import argparse
 import json
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from benchmarks.speed import gpu_report
@@ -14,15 +13,6 @@ def rows_of(name):
     return list(gpu_report.PARTS[name](argparse.Namespace(tiny=True)))
 
 
-def test_formats_of_messages():
-    rows = {row["name"]: row for row in rows_of("formats")}
-    assert {"bfloat16", "int8", "int4"} <= set(rows)
-    numbers = 8 * 768
-    assert rows["bfloat16"]["gigabytes"] == pytest.approx(2 * numbers / 1e9)
-    assert rows["int4"]["gigabytes"] < rows["int8"]["gigabytes"] < 1.1 * numbers / 1e9
-    assert all(row["encode_ms"] > 0 and row["decode_ms"] > 0 for row in rows.values())
-
-
 @pytest.mark.slow
 def test_a_plain_loop_beside_ours():
     first, *others = rows_of("resnet50")
@@ -30,14 +20,6 @@ def test_a_plain_loop_beside_ours():
     for row in others:
         (unit,) = (key for key in row if key.endswith("_per_s"))
         assert row["of_plain_optax"] == pytest.approx(first[unit] / row[unit])
-
-
-def test_a_row_has_the_median_and_the_share_of_the_peak(monkeypatch):
-    variant = SimpleNamespace(seconds=[9.0, 1.0, 2.0], units=100, compile_s=[3.0, 4.0])
-    monkeypatch.setattr(gpu_report, "peak", lambda devices: 500.0)
-    row = gpu_report.row_of("a", variant, "tokens", 2.0, jax.devices())
-    wanted = {"name": "a", "ms": 2000, "tokens_per_s": 50, "mfu": 0.2, "compile_s": 7}
-    assert row == pytest.approx(wanted)
 
 
 PYTHON = """#!/bin/sh
@@ -83,10 +65,3 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
     assert row["part"] == "trace" and row["failure"]
     (row,) = gpu_report.run_part("update", parsed, -1, "")  # which would leave a row
     assert row["part"] == "update" and row["failure"]
-
-
-@pytest.mark.parametrize("wrong", [["--parts", "gpt3"], ["--minutes", "0"], ["--parts", ""]])
-def test_wrong_arguments_begin_nothing(tmp_path, wrong):
-    with pytest.raises(SystemExit) as left:
-        gpu_report.main(["--out", str(tmp_path / "out"), *wrong])
-    assert left.value.code == 2 and not (tmp_path / "out").exists()
