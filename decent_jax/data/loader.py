@@ -7,12 +7,12 @@ the same records in every layout.
 
 With a partition there is one such stream per replica, over the replica's own records: row j at step
 t is example `t * B + j`. The stream does not depend on the placement of replicas on processes and
-devices, but a different number of replicas has a different partition.
+devices, but a different number of replicas changes the partition.
 
-A source may also form its own batches, in blocks of several shapes. Such a source has the
-methods `train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`,
-which return a sequence: item `step * num_replicas + replica` is a replica's block, and its `steps`
-is the number of steps per epoch. The source decides what `batch_size` counts.
+A source may also form its own batches, in blocks of several shapes. Such a source has the methods
+`train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`, which
+return a sequence: item `step * num_replicas + replica` is a replica's block, and the sequence's
+`steps` is the number of steps per epoch. The source decides what `batch_size` counts.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def train_batches(
       start_step: the step of the first batch; any value costs the same.
       prefetch: batches to read ahead, in as many threads, at most one per core; 0 reads in the
         calling thread.
-      workers: processes that read ahead instead of threads, for sources that compute much in
+      workers: processes that read ahead instead of threads, for sources that do much work in
         Python; each produces whole batches. They are spawned, with a copy of the source.
 
     Returns:
@@ -137,7 +137,7 @@ def eval_batches(
 ) -> Batches:
     """Every record of `source` once, in order; the last batch is padded with zeros.
 
-    Arguments as for `train_batches`; `max_batches` > 0 stops after that many batches.
+    Arguments are as for `train_batches`; `max_batches` > 0 stops after that many batches.
 
     Returns:
       An iterator over `(records, weights)`: records stacked to shape (L, B, ...), and float32
@@ -180,7 +180,7 @@ def is_fixed(source: Any) -> bool:
 
 
 def all_records(source: Any) -> Any:
-    """The records of all numbers of a source that `is_fixed`, stacked: (numbers, ...).
+    """All records of a source that `is_fixed`, stacked by number: (numbers, ...).
 
     Raises:
       DataError: a record cannot be read.
@@ -215,7 +215,7 @@ def _reader(source: Any):
 def train_rows(source: Any, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     """A sequence whose item ``step * num_replicas + replica`` is a replica's block (B, ...).
 
-    Arguments as for `train_batches`, without a partition.
+    Arguments are as for `train_batches`, but there is no partition.
     """
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed)
@@ -255,7 +255,7 @@ def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
 class _OwnRows:
     """Item `t * n + r`: the records of replica r at step t, from the replica's own stream.
 
-    Only for the replicas of this process.
+    It holds only the replicas of this process.
     """
 
     def __init__(self, own: Partitioned, seed, per_replica, replicas, num_replicas):

@@ -1,22 +1,21 @@
 """Heterogeneous data: every replica owns some records, with its own label distribution.
 
-Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: every replica draws
-a mixture q of the classes around the mixture p of the whole data set, q ~ Dirichlet, and takes
-records according to q without replacement. All replicas draw simultaneously and equally often; once
-a class is exhausted, the others are drawn in proportion to q. Each record thus belongs to one
-replica, and all replicas own equally many (fewer than n records are left out). The alternative,
-which divides each class among the replicas (Yurochkin et al., 2019), leaves some replicas with few
-records.
+Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: every replica draws a
+class mixture q from a Dirichlet distribution around the data set's mixture p, and samples records
+according to q without replacement. All replicas draw simultaneously and equally often; once a class
+is exhausted, the others are drawn in proportion to q. Each record thus belongs to one replica, and
+all replicas own equal numbers (fewer than n records are left out). The alternative, which divides
+each class among the replicas (Yurochkin et al., 2019), leaves some replicas with few records.
 
-Papers define alpha differently. Here it is a pseudo-count per class,
-q ~ Dirichlet(alpha * p / sum(p**2)), which for K equally large classes is Dirichlet(alpha, ...,
-alpha): the alpha of Acar et al. (2021, arXiv:2111.04263) and, in the spread of a class over
-replicas, of Lin et al. (2021, arXiv:2102.04761) and later papers that compare with them. The alpha
-of Hsu et al. is the sum of the pseudo-counts, K times as large. Dividing by sum(p**2) instead of
-multiplying by K gives many tiny classes as little weight in alpha as they have in the data. The
-mean of q is p, and `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1, one class per replica,
-for alpha -> 0, and sum(p**2), a copy of the whole, for alpha -> infinity. This describes the draws.
-The partition is milder for a small alpha, because all records are assigned and classes run out.
+Papers define alpha differently. Here it is a pseudo-count per class, q ~ Dirichlet(alpha * p /
+sum(p**2)), which for K equally large classes is Dirichlet(alpha, ..., alpha): the alpha of Acar et
+al. (2021, arXiv:2111.04263) and, for the spread of a class over replicas, of Lin et al. (2021,
+arXiv:2102.04761) and later papers that compare with them. The alpha of Hsu et al. is the sum of the
+pseudo-counts, K times as large. Dividing by sum(p**2) instead of multiplying by K gives many tiny
+classes as little weight in alpha as they have in the data. The mean of q is p, and
+`E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1 (one class per replica) for alpha -> 0, and
+sum(p**2) (the mixture p everywhere) for alpha -> infinity. These formulas describe the draws. With
+a small alpha, the partition is less skewed, because all records are assigned and classes run out.
 Publish the output of `Partition.report`, not only alpha.
 
 For a different number of replicas, the partition is drawn again.
@@ -37,7 +36,7 @@ class Partition:
 
     Attributes:
       alpha: the argument of `dirichlet`.
-      class_names: (K,) strings, of the classes that occur.
+      class_names: (K,) strings, the classes that occur.
       class_sizes: (K,) int64, records of each class in the whole data set.
       counts: (n, K) int64, records of each class that a replica owns.
       owned: (n, N // n) int64, the indices of a replica's records, ascending.
@@ -64,10 +63,10 @@ class Partition:
         return self.owned[replica]
 
     def total_variation(self) -> float:
-        """The mean total variation, 0 to 1, between a replica's labels and those of the whole.
+        """The mean total variation, 0 to 1, between the labels of a replica and of all data.
 
-        It is half the sum of absolute differences: the share of the replica's records that would
-        have to change.
+        It is half the sum of absolute differences: the share of the replica's records whose label
+        would have to change.
         """
         shares = self.counts / self.records_per_replica
         whole = self.class_sizes / self.class_sizes.sum()
@@ -87,7 +86,7 @@ class Partition:
         return (
             f"data.partition dirichlet, alpha {self.alpha:g}, over {len(self.class_names)} classes:"
             f" {self.num_replicas} replicas with {self.records_per_replica:,} records each;\nmean"
-            f" total variation of their labels from the whole's: {self.total_variation():.2f}"
+            f" total variation between their labels and all labels: {self.total_variation():.2f}"
         )
 
 
@@ -99,7 +98,7 @@ def dirichlet(
     *,
     class_names: Sequence[str] | None = None,
 ) -> Partition:
-    """The partition of labelled records over replicas; see the module's docstring.
+    """Partitions labelled records among replicas; see the module's docstring.
 
     Args:
       labels: (N,) integers, the class of every record.
@@ -132,11 +131,12 @@ def for_run(
     """The partition of a run's training records by `source.labels`; see `dirichlet`.
 
     Args:
-      source: records with `labels`, (N,) integers, and perhaps `class_names`.
+      source: records with `labels`, (N,) integers, and optionally `class_names`.
       batch_size: records per step over all replicas.
 
     Raises:
-      DataError: no labels, a single class, or fewer records per replica than its batch has.
+      DataError: there are no labels or only one class, or a replica owns too few records for its
+        batch.
     """
     if not hasattr(source, "labels"):
         raise DataError(
@@ -173,7 +173,7 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 
 
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
-    """(n, K) int64: how many records of each class a replica takes, `each` in all.
+    """(n, K) int64: how many records of each class each replica takes, `each` in all.
 
     This has the same distribution as drawing one record at a time in random order, and redrawing if
     a class is exhausted.

@@ -103,9 +103,9 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
 
 
 class Draft:
-    """A hidden sibling of `out`, `.NAME.tmp-...`, that becomes `out` by `publish`.
+    """A hidden sibling of `out`, `.NAME.tmp-...`, that `publish` renames to `out`.
 
-    A file lock shows other processes that this one is alive. Creating a draft removes those of
+    A file lock shows other processes that this one is alive. Creating a draft removes the drafts of
     killed runs, whose locks are free; leaving the `with` removes the draft itself, unless it was
     published.
 
@@ -150,7 +150,7 @@ class Draft:
         """Adds `manifest.json` and renames the folder into place; returns the manifest.
 
         Args:
-          entries: the entries of the manifest besides its format, its files and the versions.
+          entries: entries of the manifest besides its format, files and versions.
           packages: the packages whose versions it records.
 
         Raises:

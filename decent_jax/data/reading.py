@@ -32,7 +32,7 @@ def files_below(
     by `kind_of`.
 
     Returns:
-      Paths within the folder; the files of each folder in the order of their names.
+      Paths within the folder; each folder's files are sorted by name.
 
     Raises:
       DataError: a folder cannot be listed.
@@ -60,7 +60,7 @@ def files_below(
 
 
 def kind_of(name: str) -> str:
-    """The kind of a file that is not read, usually its suffix, for counts.
+    """The kind under which an unread file is counted, usually its suffix.
 
     >>> [kind_of(name) for name in ("a.CSV", "b.c.json.bz2", "README", ".DS_Store")]
     ['.csv', '.json.bz2', 'without a suffix', 'hidden']
@@ -125,9 +125,9 @@ PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # the endings of names that `opened
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """`with opened(path) as (file, raw)`: the content, unpacked by its suffix, and the file itself.
+    """`with opened(path) as (file, raw)`: the decompressed content, and the file itself.
 
-    .zst needs pyarrow, of the extra ``text``.
+    The suffix tells the compression; .zst needs pyarrow, from the extra ``text``.
     """
     with open(path, "rb") as raw:
         if (open_packed := _OPEN.get(path.suffix.lower())) is None:

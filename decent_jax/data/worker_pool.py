@@ -1,4 +1,4 @@
-"""Worker processes of `decent-jax prepare`, and how they and a trainer's readers handle signals.
+"""Worker processes for `decent-jax prepare`, and how they and a trainer's readers handle signals.
 
 All kinds of `prepare` use `encode`: worker processes encode pieces of the input while this process
 writes the results in order. The output is the same, byte for byte, for any number of workers.
@@ -32,7 +32,7 @@ def how_many(workers: int | None, *, small: bool) -> int:
     """How many processes to use.
 
     Args:
-      workers: as the user chose; None means one per core that this process may use.
+      workers: the user's choice; None means one per core that this process may use.
       small: whether there is too little work to share.
 
     Raises:
@@ -65,7 +65,7 @@ def encode(
     Args:
       tasks, work, workers: as for `results`.
       add: takes a result in this process; returns how much of `total` that was.
-      total: of the progress bar on stderr, in `unit`.
+      total: the total of the progress bar on stderr, in `unit`.
       desc: the label of the bar.
     """
     with (
@@ -82,9 +82,9 @@ def results(
 ) -> Iterator[Iterator[tuple[Task, Result]]]:
     """Context with an iterator of `(task, work(task))` in the order of `tasks`.
 
-    At most `2 * workers` tasks are taken ahead of the result that is due. The processes are
-    spawned, die with this one and ignore Ctrl-C, which this one answers. With one worker, this
-    process does the work itself.
+    At most `2 * workers` tasks are taken ahead of the next result. The processes are spawned, die
+    with this one and ignore Ctrl-C, which this one handles. With one worker, this process does the
+    work itself.
 
     Args:
       work: pickled once for each process, so it may carry large keyword arguments.
@@ -142,9 +142,9 @@ def of_its_parent(*_: int) -> None:
 
 @contextlib.contextmanager
 def deaf_to_signals() -> Iterator[None]:
-    """Context in which processes start that neither Ctrl-C, SIGTERM nor SIGHUP ends.
+    """Context for starting processes that Ctrl-C, SIGTERM and SIGHUP do not end.
 
-    They inherit the mask of this thread; a signal to this process arrives afterwards.
+    They inherit this thread's signal mask; a signal to this process arrives after the context.
     """
     _start_tracker()  # it would take the mask away
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

@@ -1,9 +1,9 @@
-"""Labelled images in ArrayRecord shards: our prepared folders.
+"""Prepared folders of labelled images, stored in ArrayRecord shards.
 
-A prepared folder holds `train-00000.array_record`, ..., the same for `val`, `manifest.json` and
-`bad_files.jsonl`. A record is the label (int32) and the length of the name (uint16), both
-little-endian, the name in UTF-8, and the image file byte for byte. Records have the order of
-`image_folder`, so the manifest's counts of the classes give all labels.
+A prepared folder holds shards (`train-00000.array_record`, ..., and likewise for `val`),
+`manifest.json` and `bad_files.jsonl`. A record consists of the label (int32) and the length of the
+name (uint16), both little-endian, the name in UTF-8, and the image file byte for byte. Records are
+in the order of `image_folder`, so the manifest's class counts determine all labels.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def unpack_record(record: bytes) -> tuple[bytes, int, str]:
 
 
 class PreparedImages:
-    """A split of a prepared folder, a storage for `image_folder.ImageFiles`.
+    """A split of a prepared folder, as storage for `image_folder.ImageFiles`.
 
     Pickling keeps only the path, and each process opens shards when it first reads from them.
 
@@ -108,12 +108,12 @@ def _reader(path: Path) -> ArrayRecordReader:
 
 
 class ImageFolderWriter(Draft):
-    """Writes a prepared folder: images first, those of a class one after another, then `commit`.
+    """Writes a prepared folder: images first, class by class, then `commit`.
 
     Leaving the `with` without `commit` removes everything.
 
     Attributes:
-      bad: the name and the reason for each image that is left out; the caller fills it.
+      bad: the name of each image that is left out, and the reason; the caller fills this list.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.
@@ -144,7 +144,7 @@ class ImageFolderWriter(Draft):
         """Renames the finished folder into place and returns its manifest.
 
         Args:
-          left_out: the numbers of files of each kind that were not read.
+          left_out: how many files of each kind were not read.
 
         Raises:
           DataError: a split has no image, or another process's folder has appeared at `out`.

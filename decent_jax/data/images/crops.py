@@ -1,10 +1,9 @@
 """Training crops and evaluation crops of encoded images, made by the processes that read them.
 
-Crops decode no more than they need: libjpeg-turbo decodes at the smallest of 1/1, 1/2, 1/4 and 1/8
-of the size that still gives the crop enough pixels, and one bilinear resize does the rest. The
-resize has no antialiasing, as in the reference's runs: it samples, and does not average, a crop of
-up to twice the wanted size. (Pillow's bilinear filter averages: pixels differ by 1.8 of 255 on
-average.)
+Decoding does no more than necessary: libjpeg-turbo decodes at the smallest scale (1, 1/2, 1/4 or
+1/8) that still gives the crop enough pixels, and one bilinear resize does the rest. The resize does
+not antialias, as in *From Promise to Practice*: it samples a crop of up to twice the wanted size
+without averaging. (Pillow's bilinear filter averages: pixels differ by 1.8 of 255 on average.)
 """
 
 import contextlib
@@ -43,12 +42,12 @@ class TrainImages:
       size: height and width of a training image, pixels.
       whole: whether to take the largest centred square instead of a random part, for small images
         that are shifted later.
-      alternate: the seed that draws half of the images, which are mirrored in epochs 0, 2, ...; the
-        others are mirrored in epochs 1, 3, ... None mirrors no image.
+      alternate: the seed that selects about half of the images, which are mirrored in epochs 0, 2,
+        ...; the others are mirrored in epochs 1, 3, ... If it is None, no image is mirrored.
 
     Attributes:
-      fixed: whether `augment` draws nothing, so that a number always gives the same image.
-      numbers: the count of record numbers; from ``len(self)`` on they stand for mirrored images.
+      fixed: whether `augment` uses no random numbers, so a record always gives the same image.
+      numbers: how many record numbers there are; from ``len(self)`` on, images are mirrored.
     """
 
     def __init__(self, files, size: int, *, whole: bool = False, alternate: int | None = None):
@@ -83,7 +82,7 @@ class TrainImages:
         return f"TrainImages({self.files!r}, size={self.size})"
 
     def augment(self, record, random: np.random.Generator) -> dict[str, np.ndarray | np.int32]:
-        """`{"image": (size, size, 3) uint8, "label": () int32}`, a crop of the record.
+        """A crop of the record: `{"image": (size, size, 3) uint8, "label": () int32}`.
 
         Raises:
           DataError: the file is damaged.
@@ -102,7 +101,7 @@ class TrainImages:
 class EvalImages:
     """Centre crops of encoded records: `{"image": (size, size, 3) uint8, "label": () int32}`.
 
-    They have a fixed random order, so that the first records are a sample of all classes.
+    They are in a fixed random order, so the first records are a sample of all classes.
 
     Args:
       files: as for `TrainImages`.
@@ -130,10 +129,10 @@ class EvalImages:
 
 
 def random_box(random: np.random.Generator, height: int, width: int) -> Box:
-    """A random part of the picture, with a share of the area in `AREA` and a log-uniform `RATIO`.
+    """A random box in a picture; its share of the area lies in `AREA`, its ratio in `RATIO`.
 
-    If none of ten draws fits into the picture, it is the largest centred part with an allowed ratio
-    (torchvision's RandomResizedCrop; Szegedy et al., 2015).
+    If none of ten draws fits into the picture, it is the largest centred box with an allowed ratio.
+    Ratios are log-uniform (torchvision's RandomResizedCrop; Szegedy et al., 2015).
     """
     low, high = np.log(RATIO)
     for _ in range(_TRIES):
@@ -164,10 +163,10 @@ def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None)
 
 
 def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
-    """The centre, (size, size, 3) uint8, of an image file resized to a shorter side of `resize`.
+    """Resizes an image's shorter side to `resize` and returns the centre, (size, size, 3) uint8.
 
-    Positions equal those of torchvision's Resize and CenterCrop to a fraction of a pixel. Only the
-    pixels of the crop are computed.
+    Positions agree with torchvision's Resize and CenterCrop to within a fraction of a pixel. Only
+    the pixels of the crop are computed.
 
     Raises:
       ValueError: see `jpeg.decode`.

@@ -1,10 +1,10 @@
 """Generated pictures of ten shapes among clutter, so that no download is needed.
 
 A picture shows one of ten shapes (`CLASS_NAMES`), of any size, angle and position, in a colour
-lighter than the fading background, with noise and with random lines and dots on top. Colour does
-not depend on the class, and mirrored or rotated pictures stay in their class.
+lighter than the gradient background, with noise and random lines and dots on top. Colour does not
+depend on the class, and mirrored or rotated pictures stay in their class.
 
-Picture i of a split is a function of `(seed, split, i)` and the size alone: Philox, a counter-based
+Picture i of a split depends only on `(seed, split, i)` and the size: Philox, a counter-based
 generator, gives every index its own random numbers. The splits use different keys, so no picture is
 in two of them.
 """
@@ -22,12 +22,13 @@ _SCALARS = 64  # random numbers per picture, besides its noise
 class GeneratedImages:
     """Records `{"image": uint8 (size, size, 3), "label": int32 ()}` by index.
 
-    It draws all pictures at once, in about 0.2 ms each, and keeps them in memory, `3 * size**2`
-    bytes each. The classes are balanced: records 10 k to 10 k + 9 have one picture of each class.
+    All pictures are drawn at once (about 0.2 ms each) and kept in memory (`3 * size**2` bytes
+    each). The classes are balanced: records `10 * k` to `10 * k + 9` contain one picture of each
+    class.
 
     Args:
       split: `"train"` or `"val"`.
-      num_records: N; the first records do not depend on it.
+      num_records: N; a larger N only appends records.
       seed: any integer >= 0; use the same seed for both splits.
       size: height and width in pixels, at least 16.
 

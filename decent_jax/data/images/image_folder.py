@@ -1,10 +1,10 @@
-"""Labelled images as files, in any of three layouts: bytes, label and name by index.
+"""Labelled image files in any of three layouts: bytes, label and name by index.
 
-`open_images` recognises the layout: class folders, a prepared folder of ours, or one of TFDS.
+`open_images` recognises the layout: class folders, a prepared folder or a TFDS folder.
 
-Classes are numbered in the order of their names (code points). Images come one class after another,
-those of a class in the order of their names. Class folders, and a folder prepared from them,
-therefore have the same record with the same label at an index. TFDS stores records shuffled.
+Classes are numbered in the order of their names (code points). Images are sorted by class, then by
+name. Class folders and a folder prepared from them therefore have the same record and label at each
+index. TFDS stores records shuffled.
 """
 
 import operator
@@ -60,10 +60,10 @@ class ImageFiles:
     Attributes:
       path: the folder.
       split: "train" or "val".
-      class_names: (K,) strings, those of the training set in both splits.
+      class_names: (K,) strings, the classes of the training set in both splits.
       labels: (N,) int64, indices into `class_names`.
       layout: "class folders", "prepared" or "TFDS".
-      left_out: the numbers of files of each kind that are not read.
+      left_out: how many files of each kind are not read.
       fingerprint: a checksum of names, sizes, and the beginning and end of each picture; 0 if
         `whole_images` has not checked them.
     """
@@ -97,22 +97,22 @@ class ImageFiles:
 
 
 def open_images(path: str | Path, split: str) -> ImageFiles:
-    """The images of one split of a folder in any of these layouts, tried in this order.
+    """Opens the images of one split of a folder, in the first of these layouts that matches.
 
     * prepared: made by `decent-jax prepare images`.
-    * TFDS: the version folder of a data set with `image` and `label`, stored as array_record; "val"
-      is its split `validation`, or else `test`.
-    * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`), also in
-      subfolders of a class, with the suffix (in either case) of any type that Pillow decodes. The
+    * TFDS: the version folder of a data set with features `image` and `label`, stored as
+      array_record; "val" is its split `validation`, or else `test`.
+    * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`), where classes may
+      have subfolders and files any suffix that Pillow decodes, in upper or lower case. The
       validation images of Tiny ImageNet get their classes from `val/val_annotations.txt`. Links are
       followed; hidden files and folders are skipped.
 
     Args:
       path: the folder.
-      split: "train" or "val". The labels of "val" are those of the training classes.
+      split: "train" or "val". The labels of "val" index the training classes.
 
     Raises:
-      DataError: the path is missing, has none of the layouts, or is incomplete.
+      DataError: the folder is missing, has none of these layouts or is incomplete.
     """
     path = os.path.abspath(path)
     if not os.path.isdir(path):
@@ -126,11 +126,11 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 
 
 def whole_images(path: str | Path, split: str) -> ImageFiles:
-    """`open_images` without the broken pictures of class folders, which `prepare` leaves out, too.
+    """Like `open_images`, but leaves out broken pictures in class folders, as `prepare` does.
 
     It decodes only files that do not begin and end like a JPEG or PNG. It therefore finds files
-    that are empty, truncated or of another type, but not all damage inside. Prepared folders have
-    no broken pictures.
+    that are empty, truncated or of another type, but not all damage within an image. Prepared
+    folders have no broken pictures.
 
     Raises:
       DataError: as `open_images`, or more than a tenth of the pictures are broken.
@@ -293,7 +293,7 @@ class _Files:
             return file.read(), label, name
 
     def leave_out_broken(self) -> dict[int, str]:
-        """Leaves out broken pictures from now on; returns {old index: name and reason} of these.
+        """Leaves out broken pictures from now on; returns {old index: name and reason}.
 
         It also computes the `ImageFiles.fingerprint`.
         """

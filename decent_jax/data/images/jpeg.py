@@ -1,13 +1,13 @@
-"""Decodes the bytes of image files: JPEG by libjpeg-turbo, everything else by Pillow.
+"""Decodes the bytes of image files: JPEG with libjpeg-turbo, everything else with Pillow.
 
 libjpeg-turbo decodes at 1/2, 1/4 or 1/8 of the size for less than the full cost, because it drops
-frequencies before it transforms them; a caller that needs a small picture asks for a `shrink`.
-Most files store colours at half the resolution; the decoder repeats them and does not interpolate
+frequencies before it transforms them; a caller that needs a small picture passes `shrink`. Most
+files store colours at half the resolution; the decoder repeats them instead of interpolating
 (`fastupsample`): crops were 6% faster and differed by 0.3 of 255 on average. (Its fast DCT would
 gain another 2% and differ by 0.9.)
 
 Pillow reads what libjpeg-turbo's binding does not: CMYK files (ImageNet has some), files of other
-kinds (a PNG file of ImageNet is named .JPEG), and files with stray bytes. A file that neither of
+kinds (one PNG file in ImageNet is named .JPEG), and files with stray bytes. A file that neither of
 them reads to the end is an error: a truncated photograph would otherwise be half grey.
 """
 
@@ -55,7 +55,7 @@ def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.
     Args:
       data: an image file.
       shrink: 1, 2, 4 or 8; height and width are divided by it, rounded up.
-      header: that of `data`, if it has already been read.
+      header: the header of `data`, if it has already been read.
 
     Returns:
       (ceil(H / shrink), ceil(W / shrink), 3) uint8.

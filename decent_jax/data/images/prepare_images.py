@@ -39,16 +39,17 @@ def prepare(
     """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts it reads.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
-    are spawned. Broken images are left out, up to a tenth of all.
+    are spawned. Broken images, at most a tenth of all, are left out.
 
     Args:
       source: the folder with the images.
       out: the folder to make.
-      workers: processes; None means one per core, and only this one for a few images.
+      workers: processes; None means one per core, or only this one for a few images.
       overwrite: replace a folder that an earlier call made, once the new one is complete.
 
     Returns:
-      The manifest: class names, and for each split the images, bytes, broken images and shards.
+      The manifest: class names, and for each split its shards and the numbers of images, bytes and
+      broken images.
 
     Raises:
       DataError: the arguments or the data are wrong; the message is one sentence.
@@ -119,7 +120,7 @@ with OUT/manifest.json. Each image is decoded once as a check and stored as it i
 left out and listed in OUT/bad_files.jsonl.
 
 Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg, and whatever else Pillow
-decodes) and folders of TFDS stored as array_record. Files of other kinds are counted.
+decodes) and TFDS folders stored as array_record. Files of other kinds are counted.
 """
 EXAMPLE = """\
 example, a folder of photographs:

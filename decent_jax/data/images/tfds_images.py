@@ -21,7 +21,7 @@ def is_tfds(folder: str | Path) -> bool:
 
 
 class TfdsImages:
-    """A split of a data set with `image` and `label`, a storage for `image_folder.ImageFiles`.
+    """A split of a data set with `image` and `label`, as storage for `image_folder.ImageFiles`.
 
     Args:
       path: the data set's version folder, see `is_tfds`.

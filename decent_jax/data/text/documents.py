@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt, .jsonl (both also packed), .parquet.
+"""Text files as streams of documents: .txt, .jsonl (both also compressed), .parquet.
 
 `chunks`, in the reading process, cuts the inputs into chunks of about a megabyte; `documents`, in a
 worker, turns a chunk into texts. Neither holds more than a few chunks. Only a .txt file, which is
@@ -58,10 +58,11 @@ class DocumentSource:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some documents of a source, or the single one of a .txt file.
+    """Some documents of a source, or the single document of a .txt file.
 
     `data` is None (txt), bytes (jsonl) or strings (parquet); `row` is the number of the first line
-    or row, `offset` that of the first byte, and `read` the bytes that progress counts.
+    or row, `offset` the position of the first byte, and `read` the number of bytes that the
+    progress bar counts.
     """
 
     source: DocumentSource
@@ -72,10 +73,10 @@ class Chunk:
 
 
 def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[str]]:
-    """The readable files under `inputs`, each file once, those of a folder in sorted order.
+    """The readable files under `inputs`, each file once, a folder's files in sorted order.
 
     Returns:
-      The files, and the numbers of files of each kind in the folders that are not read.
+      The files, and how many files of each kind in the folders are not read.
 
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.

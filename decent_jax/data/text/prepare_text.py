@@ -49,11 +49,11 @@ def prepare(
       inputs: files and folders.
       out: the folder to make.
       tokenizer: `"chars"` for the characters of `inputs`; otherwise as for `tokenizers.load`.
-      end_of_text: the token of a tokenizer.json that ends a document, if it is ambiguous.
-      val: share of the documents, in (0, 1), that `val.bin` receives (of a single text file, which
-        is one document, its last part), or the files and folders of the validation documents.
+      end_of_text: the token that ends a document, if a tokenizer.json leaves it ambiguous.
+      val: the share of the documents, in (0, 1), for `val.bin` (a single text file is one document,
+        whose last part is taken), or the files and folders of the validation documents.
       text_field: the JSON field or parquet column with the text.
-      workers: processes; None means one per core, and only this one for a few megabytes.
+      workers: processes; None means one per core, or only this one for a few megabytes.
       overwrite: replace a folder that an earlier call made, once the new one is complete.
 
     Returns:
@@ -114,7 +114,7 @@ def _of_characters(sources: list[DocumentSource], field: str) -> Tokenizer:
 def _of_given(held_out: list[DocumentSource]) -> Callable:
     """Returns a function that assigns the parts of a document to splits, by its source.
 
-    A training document that occurred in the validation set, which comes first, belongs to none.
+    A training document that occurred in the validation set, which comes first, is assigned to none.
     """
     validation, seen = set(held_out), set()
 
@@ -205,15 +205,15 @@ OUT appears when it is whole. After a kill, start the same command again.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only text has."""
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    kinds = "gpt2 (downloaded), bytes (of UTF-8), chars (those of the input), FILE.json (a"
-    kinds += " tokenizer.json of Hugging Face), or an earlier OUT, whose tokenizer is used"
+    kinds = "gpt2 (downloaded), bytes (of UTF-8), chars (of the input), FILE.json (a Hugging"
+    kinds += " Face tokenizer.json), or an earlier OUT, whose tokenizer is used"
     add("--tokenizer", required=True, metavar="NAME", help=kinds)
     end = "the token of FILE.json that ends a document (default: its special one, or the eos_token"
     end += " of the tokenizer_config.json beside it)"
     add("--end_of_text", metavar="TOKEN", help=end)
-    share = "share of the documents, or of a single text file, that goes to val.bin (%(default)s)"
+    share = "share of the documents, or of a single text file, for val.bin (%(default)s)"
     one_of("--val_fraction", dest="val", type=float, default=0.0005, metavar="F", help=share)
-    read = "read the documents of val.bin here instead"
+    read = "files or folders with the documents of val.bin, instead of a share"
     one_of("--val_input", dest="val", nargs="+", metavar="PATH", help=read)
     field = "JSON field or parquet column with the text (%(default)s)"
     add("--text_field", default="text", metavar="NAME", help=field)

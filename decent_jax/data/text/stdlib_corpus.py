@@ -1,4 +1,4 @@
-"""The quickstart's text: the standard library of the running interpreter, so no download.
+"""The quickstart's text: the running interpreter's standard library, which needs no download.
 
 Documents are the `.py` sources of the standard library and the prose topics of Python's `help()`
 (`pydoc_data.topics`), as bytes. Left out:

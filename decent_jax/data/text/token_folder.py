@@ -39,7 +39,7 @@ class TokenWindows:
     Args:
       path: a file of raw little-endian ids.
       seq_len: tokens that a model reads at once, at least 1.
-      dtype: the dtype of the ids, see `token_type`; None: that of the manifest next to the file.
+      dtype: the dtype of the ids, see `token_type`; None: the manifest next to the file gives it.
 
     Raises:
       DataError: the file is missing, ends within a token or is shorter than a window.
@@ -99,7 +99,7 @@ def vocabulary_of(folder: str | Path) -> int | None:
     """The vocabulary size in nanoGPT's `meta.pkl`, or None if there is no such file.
 
     Raises:
-      DataError: the file is damaged, or holds other than plain values, which are never executed.
+      DataError: the file is damaged or holds anything but plain values; nothing is executed.
     """
     path = Path(folder) / "meta.pkl"
     if not path.exists():
@@ -121,13 +121,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def token_type(path: str | Path, vocab_size: int) -> np.dtype:
-    """The dtype of a file's ids: that of its manifest, or the widest with all ids in a vocabulary.
+    """The dtype of a file's ids: its manifest's, or the widest that puts all in the vocabulary.
 
-    Read with too narrow a dtype, half of the ids are 0; with too wide a dtype, two ids become one
-    large number.
+    With too narrow a dtype, half of the ids would read as 0; with too wide a dtype, two ids would
+    become one large number.
 
     Raises:
-      DataError: no dtype fits the vocabulary, or the file holds more than ids.
+      DataError: no dtype fits the vocabulary, or the file does not hold only ids.
     """
     if (Path(path).parent / "manifest.json").exists():
         return _manifest_type(path)
@@ -152,10 +152,10 @@ def token_type(path: str | Path, vocab_size: int) -> np.dtype:
 
 # How other files with the same name begin.
 _OTHER_FILES = {
-    b"\x93NUMPY": "an array of NumPy",
-    b"version https://git-lfs": "a pointer of Git LFS",
-    b"MMIDIDX": "an index of Megatron",
-    np.array([20240520, 1], "<i4").tobytes(): "a file with the header of llm.c",
+    b"\x93NUMPY": "a NumPy array",
+    b"version https://git-lfs": "a Git LFS pointer",
+    b"MMIDIDX": "a Megatron index",
+    np.array([20240520, 1], "<i4").tobytes(): "a file with an llm.c header",
 }
 
 

@@ -40,11 +40,11 @@ def end_token(
 
 
 def for_documents(saved: Json, end: str, number: int) -> bytes:
-    """The tokenizer.json changed to encode whole documents, so that ids depend only on the text.
+    """Changes a tokenizer.json to encode whole documents, so that ids depend only on the text.
 
-    Nothing is truncated, padded, added or dropped at random. The end is a special token, which no
-    text matches; text that the model's vocabulary would still turn into it is split after its first
-    character. The change is idempotent.
+    Nothing is truncated, padded, added or dropped at random. The end of a document is a special
+    token, which no text matches; text that the model's vocabulary would still turn into it is split
+    after its first character. The change is idempotent.
     """
     added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -74,7 +74,7 @@ def for_documents(saved: Json, end: str, number: int) -> bytes:
 
 
 def showing_what_is_dropped(saved: Json) -> Json | None:
-    """The tokenizer.json with a token for the characters that it drops; None if it drops none.
+    """Adds a token for the characters that a tokenizer.json drops; returns None if it drops none.
 
     Byte pair encoding drops characters outside its vocabulary. Their neighbours then merge, so
     the ids around them also differ.

@@ -35,7 +35,7 @@ from decent_jax.ground.json_files import read_bytes, read_json
 
 NAMES = ("gpt2", "bytes", "chars")
 CHARS_FILE = "chars.json"
-GPT2 = "openai-community/gpt2"  # on the hub of Hugging Face
+GPT2 = "openai-community/gpt2"  # on the Hugging Face hub
 LARGEST_VOCABULARY = 2**24  # vocabulary, as of `model.vocab_size`
 
 
@@ -149,8 +149,8 @@ class HFTokenizer(Tokenizer):
     """Any tokenizer of the library `tokenizers`, modified so that no text encodes to its end token.
 
     Args:
-      content: of a ``tokenizer.json``.
-      end: the token that ends a document, or its id; None finds it.
+      content: the content of a ``tokenizer.json``.
+      end: the token that ends a document, or its id; None: it is looked up.
       eos: the ``eos_token`` of the tokenizer_config.json next to it, if there is one.
 
     Raises:
@@ -163,7 +163,7 @@ class HFTokenizer(Tokenizer):
 
         self.name = HF_FILE
         library: Any = tokenizers.Tokenizer  # which has no types
-        with _library_errors("is damaged, or no tokenizer"):
+        with _library_errors("is damaged, or not a tokenizer"):
             vocabulary = library.from_str(content.decode()).get_vocab(with_added_tokens=True)
             saved = json.loads(content)
             self._end = end_token(saved, vocabulary, end, eos)
@@ -180,7 +180,7 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
             raise DataError(
-                f"{HF_FILE} has a token of number {self.vocab_size - 1}; use below"
+                f"{HF_FILE} has token number {self.vocab_size - 1}; use numbers below"
                 f" {LARGEST_VOCABULARY}"
             )
 
@@ -224,9 +224,9 @@ def load(name: str, end_of_text: str | int | None = None) -> Tokenizer:
     """The tokenizer named `name`.
 
     Args:
-      name: `"bytes"`, `"gpt2"`, which is downloaded once, the path of a tokenizer.json of Hugging
-        Face, or a prepared folder, whose tokenizer is used.
-      end_of_text: the token of a tokenizer.json that ends a document, or its id.
+      name: `"bytes"`, `"gpt2"`, which is downloaded once, the path of a Hugging Face
+        tokenizer.json, or a prepared folder, whose tokenizer is used.
+      end_of_text: the token that ends a document in a tokenizer.json, or its id.
 
     Raises:
       DataError: an unknown name, a missing or damaged file, or a download that fails.
@@ -240,7 +240,7 @@ def load(name: str, end_of_text: str | int | None = None) -> Tokenizer:
     if name == "gpt2":
         return HFTokenizer(_download())
     if name == "chars":
-        raise DataError(f"chars are those of a text; pass a prepared folder with {CHARS_FILE}")
+        raise DataError(f"chars belong to a text; pass a prepared folder with {CHARS_FILE}")
     if Path(name).is_dir():
         return from_manifest(name)
     raise DataError(

@@ -1,9 +1,9 @@
 """The translation quickstart's corpus: numbers in English and German words, without a download.
 
-Each pair has numbers up to 999,999 in a sentence of either language: counts, prices, ordinals,
-years. The two languages order the digits differently ("twenty-one", "einundzwanzig") and German
-writes a number as one word, so there is something to translate, and every answer can be checked.
-num2words spells the numbers.
+Each pair is the same sentence in both languages, with numbers up to 999,999: counts, prices,
+ordinals, years. The two languages order the digits differently ("twenty-one", "einundzwanzig") and
+German writes a number as one word, so there is something to translate, and every answer can be
+checked. num2words spells the numbers.
 
 >>> english(427_003), english(21, "ordinal")
 ('four hundred and twenty-seven thousand and three', 'twenty-first')
@@ -124,9 +124,9 @@ def write_files(folder: str | Path, *, train: int, val: int, test: int, seed: in
     """Writes ``train.en``, ``train.de`` and so on for `decent-jax prepare`; returns ``folder``.
 
     Args:
-      folder: to write to.
+      folder: the folder to write to.
       train, val, test: numbers of distinct pairs.
-      seed: chooses them.
+      seed: determines the pairs.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Batches of sentence pairs by tokens: pairs of similar length together, in a few static shapes.
+"""Batches of sentence pairs by token count: similar lengths together, in a few static shapes.
 
 XLA compiles a program for every shape, and padding is wasted work. `TokenBatches` therefore chooses
 a limited number of shapes, by the longer side of a pair, that minimize padding. Every batch is a
@@ -34,22 +34,22 @@ class Shape(NamedTuple):
 class TokenBatches:
     """The pairs on which every replica trains at every step.
 
-    A bucket has the pairs whose longer side lies between two lengths, and one shape. Each epoch
+    A bucket has one shape and the pairs whose longer side lies between two lengths. Each epoch
     shuffles the pairs of a bucket, cuts them into steps and shuffles the steps of all buckets: it
     visits every pair once, in the same number of steps. In a step all replicas have the same shape,
     and the pairs are dealt to them by length, back and forth, so that all get nearly the same
     number of tokens.
 
-    The number of rows makes the steps of a bucket equally full; no step exceeds `2 * tokens` with
-    padding, unless a single pair per replica does. At most one row of a block is empty.
+    Rows are chosen to fill a bucket's steps equally; no step exceeds `2 * tokens` with padding,
+    unless a single pair per replica does. At most one row of a block is empty.
 
     Args:
       lengths: (N, 2) integers, the tokens of the source and target of every pair, at least 1.
-      tokens: the number of source tokens of a step over all replicas, and of target tokens:
-        `2 * tokens` bounds their sum, with padding.
+      tokens: the number of source tokens, and of target tokens, per step over all replicas;
+        `2 * tokens` bounds their sum, including padding.
       num_replicas: n.
       seed: an integer >= 0; determines the order.
-      shapes: the largest number of shapes. Each compiles once (per round of a schedule).
+      shapes: the maximum number of shapes. Each is compiled once (per round of a schedule).
       shuffle: whether to shuffle; False takes the pairs by length, in the same order every epoch.
 
     Attributes:
@@ -175,7 +175,7 @@ def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, i
 
 
 def _edges(longer: np.ndarray, most: int) -> np.ndarray:
-    """The ascending lengths, at most `most`, for which padding every pair to the next is least.
+    """At most `most` lengths, ascending, that minimize the padding of pairs to the next length.
 
     Dynamic programming finds the optimum. All numbers are integers, so all processes find the same
     lengths.

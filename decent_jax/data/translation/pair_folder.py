@@ -4,11 +4,11 @@ A prepared folder holds for each split (`train`, `val`, and possibly `test`)
 
 * `SPLIT.ids`: token ids, uint16 little-endian, for each pair the source's, then the target's;
 * `SPLIT.lengths`: (pairs, 2) uint16 little-endian, the number of ids of each side;
-* `SPLIT.offsets`: (pairs,) int64 little-endian, the place in the ids where each pair begins;
+* `SPLIT.offsets`: (pairs,) int64 little-endian, the position in the ids at which each pair begins;
 
-for `val` and `test` also the original sentences, `val.en` and so on, one per line. The folder has
-the joint vocabulary, `vocabulary.model`, and `manifest.json`. Ids do not include padding (0), start
-(2) and end (3).
+for `val` and `test` also the original sentences, `val.en` and so on, one per line. The folder also
+holds the joint vocabulary, `vocabulary.model`, and `manifest.json`. Ids do not include padding (0),
+start (2) or end (3).
 """
 
 import functools
@@ -81,8 +81,8 @@ class TranslationPairs:
     def check(self) -> None:
         """Raises DataError if lengths and offsets do not match the ids, or an id is too large.
 
-        It also raises it if a sentence that is kept as text was changed or is too long to
-        translate. It reads all files once, in about a second per gigabyte.
+        In `val` and `test`, a sentence that was changed or is too long to translate is an error,
+        too. Reads all files once, in about a second per gigabyte.
         """
         lengths = self.lengths.sum(1, dtype=np.int64)
         ends = lengths.cumsum()

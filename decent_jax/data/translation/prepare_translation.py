@@ -28,8 +28,8 @@ from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import Json
 from decent_jax.ground.progress import announce
 
-VOCAB_SIZE = 37120  # the reference's, for English and German
-MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
+VOCAB_SIZE = 37120  # of From Promise to Practice, for English and German
+MAX_SUBWORDS = 156  # of the same paper, which truncates longer sentences
 
 _RATIO, _SLACK = 2.0, 5  # the longer side has at most 2 times the shorter's subwords and 5
 _COPIED_WORDS = 4  # names and numbers are equal in both languages, longer sentences are not
@@ -68,17 +68,17 @@ def prepare(
     A training pair is dropped if, after normalization, a side is empty; both sides are the same
     text of four or more words; the pair repeats an earlier one, or one of `val` or `test`; a side
     has more than 156 subwords; or one side has more than twice the other's subwords plus 5. Pairs
-    of `val` and `test` are dropped only if a side is empty; one of more than 1024 subwords is
-    refused.
+    of `val` and `test` are dropped only if a side is empty; a side of more than 1024 subwords is an
+    error.
 
     Args:
-      inputs: folders, prefixes of parallel files.
+      inputs: folders, or prefixes of parallel files.
       out: the folder to make.
-      languages: to translate from and to, as in the names of the files: `("en", "de")`.
+      languages: the languages to translate from and to, as in the file names: `("en", "de")`.
       val, test: prefixes; None takes those that an input folder holds. A number `val` is the share
         of the training pairs to use for validation, chosen by a hash of the source sentence.
       vocab_size: ids of the joint vocabulary, including 4 special ones and 256 bytes.
-      workers: processes; None means one per core, and only this one for a few megabytes.
+      workers: processes; None means one per core, or only this one for a few megabytes.
       overwrite: replace a folder that an earlier call made, once the new one is complete.
 
     Returns:
@@ -226,8 +226,8 @@ def _first_fate(source: str, target: str, split: str, val_fraction: float) -> in
 def _drop_repeated(hashes: np.ndarray, fates: np.ndarray, training: np.ndarray) -> None:
     """Marks training pairs that occurred before or are held out; arrays (pairs,).
 
-    64 bits suffice: among 36 million pairs, any two different ones share a hash with a probability
-    of 1 in 28000.
+    64 bits suffice: the probability of any collision among 36 million different pairs is 1 in
+    28000.
     """
     candidates = np.flatnonzero(training & (fates < _EMPTY))
     _, first = np.unique(hashes[candidates], return_index=True)
@@ -304,7 +304,7 @@ def _check_splits(sources: sentence_pairs.Inputs, val_fraction: float) -> None:
         raise DataError("no input given")
     if sources.val and val_fraction:
         name = sources.val[0].name
-        raise DataError(f"there are validation pairs ({name}), so --val_fraction has no part")
+        raise DataError(f"there are validation pairs ({name}), so --val_fraction does not apply")
     if not sources.val and not val_fraction:
         raise DataError(
             "there are no validation pairs; pass --val PREFIX, or --val_fraction F to take a share"
@@ -339,7 +339,7 @@ OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it kee
 PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz, .bz2, .xz or
 .zst), or a folder of files named train, val and test.
 
-Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
+Training leaves out pairs that are empty, untranslated, repeated or also in val or test, and pairs
 with a side that is too long or far longer than the other; the manifest counts them.
 """
 EXAMPLE = """\

@@ -41,11 +41,11 @@ class Lines(NamedTuple):
 
 
 class PairSource:
-    """Two files, line by line.
+    """Sentence pairs in two files, one sentence per line.
 
     Attributes:
       name: its name in the manifest, which is the same on every machine.
-      files: the file of sources and that of targets.
+      files: the file of sources and the file of targets.
       size: bytes of both, for progress.
     """
 
@@ -110,9 +110,9 @@ def find_inputs(
     val: str | Path | None = None,
     test: str | Path | None = None,
 ) -> Inputs:
-    """The sources for which paths stand.
+    """The sources that the paths name.
 
-    A path is a prefix (`train` for `train.en` and `train.de`, each plain or packed) or, for
+    A path is a prefix (`train` for `train.en` and `train.de`, each plain or compressed) or, for
     training, a folder of such files, which may hold validation and test pairs too.
 
     Args:
@@ -161,7 +161,7 @@ def _folder(path: Path, languages) -> Inputs:
         splits.append([_one(prefix, languages) for prefix in prefixes[:1]])
     if not splits[0]:
         names = ", ".join(f"train.{language}" for language in languages)
-        raise DataError(f"{path}: holds no training pairs ({names}, each plain or packed)")
+        raise DataError(f"{path}: holds no training pairs ({names}, each plain or compressed)")
     return Inputs(*splits)
 
 
@@ -172,7 +172,7 @@ def _one(path: Path, languages) -> PairSource:
     names = " and ".join(f"{path}.{language}" for language in languages)
     there = f"of these only {sides[0].name}" if sides else "neither"
     raise DataError(
-        f"{path}: no sentence pairs; expected {names}, plain or packed, but {there} is there"
+        f"{path}: no sentence pairs; expected {names}, plain or compressed, but {there} is there"
     )
 
 

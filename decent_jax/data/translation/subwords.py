@@ -1,8 +1,8 @@
 """A joint vocabulary of subwords for two languages: byte pair encoding by sentencepiece.
 
 Why sentencepiece: its training is a function of the counted words alone (sorted, one thread),
-unknown characters fall back to bytes, and its single file can be read from many languages. (The
-trainer of Hugging Face's tokenizers may break ties by the order of a hash table: its issue 1794.)
+unknown characters fall back to bytes, and its single file can be read in many programming
+languages. (Hugging Face's tokenizers, in training, may break ties by hash order: its issue 1794.)
 
 >>> vocabulary = train({"new": 9, "newer": 5, "lower": 4, "low": 3}, size=280)
 >>> ids = vocabulary.encode("newer  “lower” ☃")
@@ -121,7 +121,7 @@ def load(folder: str | Path) -> Subwords:
             raise RuntimeError
         return Subwords(model)
     except RuntimeError:  # sentencepiece's only kind
-        raise DataError(f"{path}: is damaged, or not a model of sentencepiece") from None
+        raise DataError(f"{path}: is damaged, or not a sentencepiece model") from None
 
 
 def check_size(size: int) -> None:
@@ -184,13 +184,13 @@ def _explained(error: str, size: int) -> str:
     return f"the vocabulary cannot be trained ({error.strip().splitlines()[-1][:200]})"
 
 
-# --- As a tokenizer.json of Hugging Face ----------------------------------------------------------
+# --- As a Hugging Face tokenizer.json -------------------------------------------------------------
 
 _SPACE = "\u2581"  # sentencepiece's sign for a space
 
 
 def hf_files(vocabulary: Subwords, longest: int) -> dict[str, bytes]:
-    """The vocabulary as files of Hugging Face: {file name: content}.
+    """The vocabulary as Hugging Face files: {file name: content}.
 
     With these, the library `tokenizers`, and thus `transformers.AutoTokenizer`, produces the ids of
     `Subwords.encode`: the same normalization, then the same merges, which sentencepiece stores as
@@ -198,7 +198,7 @@ def hf_files(vocabulary: Subwords, longest: int) -> dict[str, bytes]:
 
     Args:
       vocabulary: the joint vocabulary.
-      longest: the most tokens of a sentence.
+      longest: the maximum number of tokens in a sentence.
     """
     pieces = vocabulary.pieces()
     names = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), pieces, strict=False))
