@@ -1,4 +1,4 @@
-"""The arrays of a training state on disk, written and read by orbax, verified by checksums.
+"""The arrays of a training state on disk, written and read by orbax, verified with checksums.
 
 A part of a checkpoint is one tree: ``params`` and ``model_state`` as the task nests them,
 ``weights`` (of the replicas in the consensus model; None: equal), and ``rest``, the arrays of the
@@ -40,8 +40,8 @@ def tree_of(state: TrainState) -> dict[str, PyTree]:
 def check(state: PyTree) -> None:
     """Raise ConfigError if a checkpoint cannot hold a state, given as arrays or as shapes.
 
-    Each array needs a unique name, which joins the keys of its path with dots; parameters
-    and ``model_state`` need at least one element.
+    Each array needs a unique name, which joins the keys of its path with dots; no array of the
+    parameters or ``model_state`` may be empty.
     """
     places: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -66,7 +66,7 @@ def check(state: PyTree) -> None:
 def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: PyTree) -> dict[str, int]:
     """Copy a part to the host for orbax to write in the background; returns its checksums.
 
-    Call it in all processes that have rows of its arrays.
+    Call this in all processes that hold rows of the part's arrays.
     """
     sums = checksums(tree)
     writer.save(draft / part, tree, force=True)
@@ -81,7 +81,7 @@ def restore(
     Args:
       checkpoint: folder of the checkpoint.
       meta: contents of its ``meta.json``.
-      like, placement, accum_steps: those of the run or of one stage; see
+      like, placement, accum_steps: for the run or for one stage; see
         `decent_jax.checkpoints.on_disk.Checkpointer.restore_newest`.
 
     Raises:

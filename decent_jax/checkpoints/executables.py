@@ -44,7 +44,7 @@ class ExecutableCache:
         self._folder, self._owner, self._devices = folder, owner, devices
 
     def get(self, name: str, compiled: Callable[[], Compiled], devices: Devices = None) -> Compiled:
-        """The executable of this name, a `jax.stages.Compiled`.
+        """The executable with this name, a `jax.stages.Compiled`.
 
         Args:
           name: identifies it among the executables of one owner.
@@ -117,10 +117,10 @@ def _from_the_cache() -> Iterator[list[str]]:
 def open_cache(
     config: Mapping[str, object], folder: Path | None, placement: Placement
 ) -> ExecutableCache:
-    """This process's cache, if it has in-memory checkpoints and a supervisor may restart it.
+    """This process's cache; it stores nothing without in-memory checkpoints and a supervisor.
 
-    The key of an executable includes the config (flat), the number of processes, the settings of
-    jax and the supervisor's secret.
+    The key of an executable includes the config (flat), the number of processes, jax's settings and
+    the supervisor's secret.
     """
     if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
         return NO_CACHE

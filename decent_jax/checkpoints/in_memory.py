@@ -53,7 +53,7 @@ class MemoryCheckpoints:
 
     Args:
       folder: where this process stores them.
-      every: steps between two checkpoints; `AUTOMATIC`: `settle` chooses, after the first one.
+      every: steps between two checkpoints; `AUTOMATIC`: `settle` chooses it after the first one.
       run: the identity of the run.
       say: called with sentences for the user.
       mirror: exchanges rows with the neighbouring processes; None: no mirror is stored.
@@ -81,7 +81,7 @@ class MemoryCheckpoints:
 
         Args:
           done: number of steps done.
-          state: the state after these steps, which may still be computing.
+          state: the state after these steps, whose arrays need not be computed yet.
           meta: metadata of the checkpoint; the ``sums`` of its row are still on the devices.
         """
         if self._writing is not None:
@@ -104,7 +104,7 @@ class MemoryCheckpoints:
           step_s: seconds per step.
 
         Returns:
-          Whether this call chose it; the first one cannot, without a checkpoint to time.
+          Whether this call chose it; the first call cannot, for lack of a checkpoint to time.
         """
         if self.every != AUTOMATIC or self._writing is None:
             return False
@@ -284,15 +284,16 @@ def open_memory_checkpoints(
     """Open this process's in-memory checkpoints; None if it writes none.
 
     Args:
-      recovery: a section of the config; `AUTOMATIC` needs a supervisor that can restart the run.
+      recovery: the section ``recovery`` of the config; `AUTOMATIC` needs a supervisor that can
+        restart the run.
       workdir: the run directory.
       shapes: shapes and dtypes of the state.
       placement: the replicas and their devices.
       say: called with sentences for the user, in process 0.
 
     Raises:
-      ConfigError: the config asks for them, but those of all processes of a host do not fit into
-        its memory.
+      ConfigError: the config asks for them, but a host's memory cannot hold them for all its
+        processes.
     """
     every, is_first = recovery.every, jax.process_index() == 0
 

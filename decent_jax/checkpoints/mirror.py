@@ -33,9 +33,9 @@ class Mirror:
         """The arrays (n, ...) in which every process holds its own rows again.
 
         Args:
-          held: the result of `send`; anything if the next process still has its rows.
+          held: the result of `send`; any value if the next process still has its rows.
           lacks: whether this process has lost its rows.
-          own: the arrays with this process's rows; anything if it ``lacks`` them.
+          own: the arrays with this process's rows; any value if it ``lacks`` them.
         """
         returned = jax.block_until_ready(self._back(held))
         return returned if lacks else own
@@ -49,7 +49,7 @@ class Mirror:
 
 
 def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
-    """(from, to) for every position on the mesh; ``processes`` has the owner of each device.
+    """(from, to) for every position on the mesh; ``processes`` lists the owner of each device.
 
     >>> pairs([0, 0, 1, 1, 2, 2])
     [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)]

@@ -24,12 +24,12 @@ def computed_once(x: jax.Array) -> jax.Array:
     """``x`` (and its gradient in the backward pass), materialized before it is used.
 
     XLA for CPUs recomputes a cheap sum in every fusion that uses it. The gradient of a residual
-    stream is a sum over all later branches, and every matrix of an earlier branch recomputes it.
-    For the model of configs/multi30k_en_de.py with eight replicas on one core, forward and backward
-    took 1.24 s without the barrier and 0.79 s with it. The gradient of an activation is recomputed
-    as a transposed matrix, against the order of memory: a barrier before GELU makes the step of
-    configs/shakespeare.py:cpu 1.3 times as fast. Only programs compiled with `COMPILER_OPTIONS`
-    benefit.
+    stream is a sum over all later branches, and every matrix product in an earlier branch
+    recomputes it. For the model of configs/multi30k_en_de.py with eight replicas on one core,
+    forward and backward took 1.24 s without the barrier and 0.79 s with it. The gradient of an
+    activation is recomputed as a transposed matrix, against the memory order: a barrier before GELU
+    makes the step of configs/shakespeare.py:cpu 1.3 times as fast. Only programs compiled with
+    `COMPILER_OPTIONS` benefit.
     """
     return lax.optimization_barrier(x) if _on_cpus() else x
 

@@ -22,7 +22,7 @@ def swap_is_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
 
 
 def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> jax.Array:
-    """The result of ``ppermute`` for devices in pairs, bit for bit, as a sum over each pair.
+    """The result of ``ppermute`` for devices in pairs, bit for bit, computed as sums over pairs.
 
     In gloo a device cannot request a message from its partner while it sends one: the request waits
     behind the message on the same connection. The two messages of a permute therefore travel one

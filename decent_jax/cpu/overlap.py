@@ -52,7 +52,7 @@ def overlapped(
 ) -> PyTree:
     """A step in three programs if gloo sends its messages, else ``whole``.
 
-    Replicas of several devices keep ``whole``: their gradients communicate too.
+    Replicas that span several devices keep ``whole``: their gradients communicate too.
 
     Args:
       whole: the jitted step, ``(state, batch, t, round) -> (state, metrics)``.
@@ -62,7 +62,7 @@ def overlapped(
       cached: ``cached(name, compiled, devices=None)`` gives a cached executable or ``compiled()``.
 
     Returns:
-      An object with ``lower(...).compile()`` as `jax.jit`; its programs also have ``timed``.
+      An object with ``lower(...).compile()``, as from `jax.jit`; its programs also have ``timed``.
     """
     if parts is None or placement.fsdp > 1 or not gloo.used():
         return whole

@@ -29,7 +29,7 @@ def compile_each(
     Args:
       body: code for one device, ``(*trees, t)`` with trees of (block, ...), and t (2,) int32: the
         step, and the first replica of the device.
-      trees: stacked arrays with the shapes of its later arguments.
+      trees: stacked arrays with the shapes that later arguments will have.
       placement: a `decent_jax.replicas.Placement`.
       options: XLA's compiler options.
       cached: ``cached(name, compiled, devices)`` returns a cached executable or ``compiled()``.

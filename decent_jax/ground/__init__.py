@@ -1,1 +1,1 @@
-"""What all rooms share: errors, formats, files, config fields, progress."""
+"""What all packages share: errors, formats, files, config fields, progress."""

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorates the ``main`` of ``decent-jax NAME``.
 
-    A refusal becomes one sentence on stderr, and the exit code 2.
+    A refusal becomes one sentence on stderr and exit code 2.
     """
 
     def decorated(main: Callable[..., int]) -> Callable[..., int]:
@@ -108,9 +108,9 @@ def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
 
 
 def output_file(text: str, endings: Sequence[str] = ()) -> Path:
-    """The ``type`` of a flag: a writable file in an existing folder.
+    """The argparse ``type`` of a flag that names a writable file in an existing folder.
 
-    It is checked when the flags are parsed, not after the work.
+    The file is checked when the flags are parsed, not after the work.
 
     Args:
       text: the path.
@@ -143,7 +143,7 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
 
     Args:
       path: the path in ``flag``.
-      flag: its name in the message, such as ``"--out"``.
+      flag: the name of the flag, for the message, such as ``"--out"``.
       ours: pattern for the first bytes of a file of this package.
     """
     path = Path(path)
@@ -168,7 +168,7 @@ def check_removable(
 
     Args:
       folder: an existing folder.
-      ours: pattern for the names of such files, and of such folders with a trailing "/".
+      ours: pattern for the names of this package's files, and of its folders with a trailing "/".
       error: ConfigError or DataError.
     """
     for path in sorted(folder.iterdir()):

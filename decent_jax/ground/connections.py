@@ -41,7 +41,7 @@ class Listener:
         thread; it closes the connection.
       left_out: called with the IP address of each rejected client.
       handshake_s: seconds for the handshake.
-      guests: the most connections in a handshake at a time; one more closes the oldest.
+      guests: how many connections may be in a handshake at a time; one more closes the oldest.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Listener:
 def listen(
     host: str, secret: bytes, serve: Callable[[Connection], None]
 ) -> tuple[Listener, Address]:
-    """A listener at a free port of this machine, for clients that know the secret; its address.
+    """Starts a listener at a free port, for clients that know the secret; also returns its address.
 
     Args:
       host: an IP address of this machine.
@@ -154,7 +154,7 @@ def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Co
 
 
 def prove(link: socket.socket, secret: bytes, handshake_s: float = HANDSHAKE_S) -> Connection:
-    """A connection over ``link``, which has reached a `Listener`, after the handshake.
+    """Authenticates over ``link``, a socket to a `Listener`, and returns the connection.
 
     Raises:
       AuthenticationError: the other side does not know the secret, or disconnected.

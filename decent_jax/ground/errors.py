@@ -36,7 +36,7 @@ class ConfigError(Foreseen, ValueError):
 
     Args:
       message: the sentence, with field and value.
-      field: as the user writes it: ``"model.width"``, ``"--out"``.
+      field: the field as the user writes it: ``"model.width"``, ``"--out"``.
       value: the value received.
     """
 

@@ -17,7 +17,7 @@ class Unavailable(ImportError):
 
 
 def need_system(what: str, *systems: str) -> None:
-    """Checks that this is one of these systems, before a module is imported that only they have.
+    """Checks that this is one of ``systems``, before importing a module that others lack.
 
     Args:
       what: the feature that needs such a system.

@@ -193,7 +193,7 @@ def check(table: Mapping[str, Field], values: Json) -> None:
     """Checks flat ``values`` against a table: the same names, and every value within bounds.
 
     Raises:
-      ConfigError: with the field, its value and what was expected.
+      ConfigError: the message names the field, its value and what was expected.
     """
     for name, value in values.items():
         if name not in table:
@@ -274,7 +274,7 @@ def check_rules(config: object, *rules: tuple[object, str, str]) -> None:
 
 
 def check_allowed(config: Any, allowed: Mapping[str, Sequence[object]]) -> None:
-    """Checks that fields have values, {field: values}, that the config's ``trainer`` supports.
+    """Checks that fields have values that the config's ``trainer`` supports: {field: values}.
 
     Raises:
       ConfigError: about the first unsupported value.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A readable number with about this many significant digits.
+    """A readable number with about ``digits`` significant digits.
 
     >>> [format_number(v) for v in (0, 7, 7.0, 0.01234, 999.7, 81234.0, 124_440_000)]
     ['0', '7', '7.00', '0.0123', '1.00k', '81.2k', '124M']
@@ -76,7 +76,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    r"""``text`` with Python's escapes in place of characters that a terminal obeys.
+    r"""``text`` with Python's escapes in place of characters that control a terminal.
 
     >>> print(printable("red \x1b[31m"))
     red \x1b[31m

@@ -49,7 +49,7 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
 
     Raises:
       FileNotFoundError, NotADirectoryError: there is no file; the caller decides what that means.
-      DataError: it cannot be read, or is no JSON; ``otherwise`` is the message's second half.
+      DataError: it cannot be read, or is not JSON; ``otherwise`` is the message's second half.
     """
     try:
         return json.loads(read_bytes(path))  # UTF-8, with or without its mark, or UTF-16
@@ -65,7 +65,8 @@ def read_entries(path: str | Path) -> Json:
     """The entries of a JSON file by their dotted names: ``{"model.layers": 12, ...}``.
 
     Raises:
-      FileNotFoundError, NotADirectoryError, DataError: as `read_json`, or it holds no object.
+      FileNotFoundError, NotADirectoryError, DataError: as for `read_json`, or the file holds no
+        object.
     """
     try:
         return flat(read_json(path))
@@ -144,8 +145,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 def overwrite_json(path: Path, entries: object) -> None:
     """Overwrites a small JSON file, without waiting for the disk; OSError if that fails.
 
-    All versions are `_RECORD_BYTES` long, so a single system call replaces one by another: readers
-    see a complete version, even after a kill.
+    All versions are `_RECORD_BYTES` long, so a single system call replaces one with another:
+    readers see a complete version, even after a kill.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

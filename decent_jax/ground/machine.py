@@ -35,7 +35,7 @@ def process_seconds() -> float:
 
 
 def sent_bytes() -> dict[str, int]:
-    """Bytes that this machine (or network namespace) has sent, by destination; empty if not Linux.
+    """Bytes sent by this machine (or network namespace), by destination; empty except on Linux.
 
     ``inside_host`` counts loopback, ``between_hosts`` all other interfaces. Traffic that bypasses
     the kernel, such as NVLink and InfiniBand verbs, is not counted.

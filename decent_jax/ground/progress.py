@@ -76,7 +76,7 @@ class _Hidden(tqdm):
 
 
 class Progress:
-    """Shows the progress of a run, its numbers, and the time left, excluding waits.
+    """Shows the progress of a run, its metrics, and the time left, excluding waits.
 
     Args:
       total_steps: the step at which the run ends; None: unknown, so no remaining time is shown.

@@ -43,7 +43,7 @@ class CommMetrics:
 
     Args:
       folder: the run directory.
-      worker: name of a worker of pipelines; "": a process of `train.py`, named by its index.
+      worker: name of a pipeline worker; "": a process of `train.py`, named by its index.
 
     Attributes:
       measured: seconds of the last timed step by name, see `decent_jax.cpu.overlap`.

@@ -1,7 +1,7 @@
 """Goodput: the clock of a run, the file that survives a kill, and peak FLOP/s of devices.
 
 *Goodput* is the fraction of wall-clock time, over all sessions of a run, spent on steps that were
-not rolled back; *model FLOPs utilization* (mfu) relates their speed to the peak of the devices.
+not rolled back; *model FLOPs utilization* (mfu) relates their speed to the devices' peak.
 
 >>> from decent_jax.monitor.goodput_file import describe
 >>> now = 0.0
@@ -168,7 +168,7 @@ def session_clock() -> Clock:
 
 
 class Ledger:
-    """Writes the record of a clock to the run directory; on exit, the context writes the last one.
+    """Writes a clock's record to the run directory; leaving the context writes the last record.
 
     A written record has reached the operating system, so a killed process loses at most the last
     second.
@@ -218,7 +218,7 @@ class Ledger:
 
 
 class Idle:
-    """Measures how long the devices are idle; a context with a thread that waits for them.
+    """Measures how long the devices are idle; its context runs a thread that waits for them.
 
     Args:
       now: a clock, in seconds.

@@ -48,7 +48,7 @@ class MetricWriter:
       workdir: the run directory; created if it is missing.
       trackers: also receive every row.
       start_step: the step after which the run continues, see above.
-      quiet: whether to write nothing at all, as every process but the first.
+      quiet: whether to write nothing at all, as in every process but the first.
 
     Raises:
       ValueError: the file is damaged.

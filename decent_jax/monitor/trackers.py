@@ -1,4 +1,4 @@
-"""Trackers of a run's numbers: TensorBoard, Weights & Biases, or your own class.
+"""Trackers of a run's metrics: TensorBoard, Weights & Biases, or your own class.
 
 ``config.log.trackers`` names them, comma-separated: ``"tensorboard,wandb"``. A tracker is a class
 with the methods of `Tracker`. You name your own class by its path, such as
@@ -20,7 +20,7 @@ from decent_jax.ground.json_files import flat, plain, write_atomic
 
 
 class Tracker(Protocol):
-    """Receives the numbers of a run, in process 0.
+    """Receives the metrics of a run, in process 0.
 
     Training waits for each call. A tracker that raises is dropped with a message, and the run
     continues without it.

@@ -58,7 +58,7 @@ class Plan:
         """The device of each replica, as indices into ``devices``, the names in this cluster.
 
         Raises:
-          ValueError: ``devices`` are not those of the plan.
+          ValueError: ``devices`` are not the plan's devices.
         """
         where = {name: index for index, name in enumerate(devices)}
         if len(devices) != len(self.devices):

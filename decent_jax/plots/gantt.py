@@ -29,9 +29,10 @@ def draw(
     """Draws the last ``steps`` steps of each run, with compute above network for every replica.
 
     Args:
-      runs: by title, the events and when each replica ended each step, (steps, n) seconds.
+      runs: by title, the events and the time at which each replica ended each step, (steps, n)
+        seconds.
       names: the names of all n replicas.
-      replicas: the numbers of those to draw.
+      replicas: the numbers of the replicas to draw.
     """
     figure = style.new_figure(11, 0.8 + len(runs) * (0.75 + 0.34 * len(replicas)))
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]

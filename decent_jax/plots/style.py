@@ -64,7 +64,7 @@ def title(axes: Axes, text: str, pad: float | None = None) -> None:
 
 
 def frame(axes: Axes, text: str, aside: str = "", pad: float | None = None) -> None:
-    """Gives a panel a title and a light grid behind the data, without box and ticks.
+    """Gives a panel a title and a light grid behind the data, without a box or ticks.
 
     Args:
       aside: text to the right of the title.
@@ -132,7 +132,7 @@ def legend(figure: Figure, handles: Sequence[Artist], size: float = 9, **options
     """Adds a legend of labelled lines, bars or marks outside all panels, by default above them.
 
     Args:
-      options: those of `matplotlib.figure.Figure.legend`.
+      options: as for `matplotlib.figure.Figure.legend`.
     """
     options = {"loc": "outside upper left", "frameon": False, "labelcolor": INK} | options
     figure.legend(handles=list(handles), fontsize=size, **options)

@@ -1,7 +1,7 @@
 """Tasks: a model, its loss, its data and its commands, behind one interface.
 
 A task is a module with the members of `TaskModule`, whose ``make`` returns a `Task`. A module in
-this room needs a row in `TASKS`. Your own module needs nothing: ``config.task`` may be its path,
+this package needs an entry in `TASKS`. Your own module needs none: ``config.task`` may be its path,
 such as ``"mypackage.chess"`` or ``"chess"`` for a ``chess.py`` next to the config file, or a name
 from `register`.
 """
@@ -48,7 +48,7 @@ class TaskData:
     partition: str = setting(
         "iid", "dirichlet: each replica has records drawn by label", choices=("iid", "dirichlet")
     )
-    alpha: float = setting(1.0, "of dirichlet; small: few classes per replica", above=0)
+    alpha: float = setting(1.0, "in dirichlet; small: few classes per replica", above=0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TaskConfig:
     """
 
     task: str = setting("language_modeling", "the task: a module of decent_jax.tasks")
-    seed: int = setting(0, "of initialization, dropout, data order", at_least=0, at_most=2**63 - 1)
+    seed: int = setting(0, "for initialization, dropout, data order", at_least=0, at_most=2**63 - 1)
     num_replicas: int = changeable(8, "number of models with their own parameters", at_least=1)
     batch_size: int = setting(
         64, "examples per step over all replicas; translation: tokens", at_least=1
@@ -79,7 +79,7 @@ def register(name: str, module: object) -> None:
 
     Args:
       name: the name in configs.
-      module: the dotted path of a module, or the module itself, or any object with its members.
+      module: a module, its dotted path, or any object with the members of a `TaskModule`.
     """
     TASKS[name] = module
 
@@ -161,12 +161,12 @@ class Task(Protocol):
     """The trainer's interface to a task, written for one replica, without a replica axis.
 
     Subclasses inherit the defaults. A task may have more functions. ``measure(block)`` returns
-    numbers about a host batch ``(L, B, ...)``, the rows of this process's L replicas; metrics.jsonl
-    has the means of those in process 0, as a sample. ``score(params, pause)`` returns scores of the
-    consensus model (host arrays); every process calls it at every evaluation. Between batches,
-    equally often in every process, it calls ``pause()``, in which a signal may end the run.
-    ``test(params)`` returns the scores of the final model, which are ``test`` in summary.json; it
-    may take minutes.
+    measurements of a host batch ``(L, B, ...)``, the rows of this process's L replicas;
+    metrics.jsonl records the means from process 0, as a sample. ``score(params, pause)`` returns
+    scores of the consensus model ``params`` (host arrays); every process calls it at every
+    evaluation. Between batches, equally often in every process, it calls ``pause()``, in which a
+    signal may end the run. ``test(params)`` returns the scores of the final model, which
+    summary.json records as ``test``; it may take minutes.
     """
 
     unit: str  # unit of throughput: "tokens" or "examples"

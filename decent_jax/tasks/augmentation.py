@@ -11,7 +11,7 @@ from decent_jax.models import resnet
 
 
 def normalize(images: Any) -> Any:
-    """uint8 ``(B, H, W, 3)`` to float32, normalized by ImageNet's mean and standard deviation.
+    """Normalizes uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation.
 
     NumPy arrays stay NumPy arrays.
     """
@@ -29,10 +29,11 @@ def augment(
       images: ``(B, H, W, C)`` floats, normalized.
       flip: whether to mirror half of the images.
       shift: the largest shift along each axis, in pixels.
-      border: fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels there.
+      border: what fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels
+        there.
 
     Returns:
-      The same shape and dtype.
+      The images, with the same shape and dtype.
     """
     flip_key, shift_key = jax.random.split(key)
     count, *shape = images.shape

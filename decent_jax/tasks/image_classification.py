@@ -42,7 +42,7 @@ class Model:
     blocks: str = setting("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s')
     width: int = size_of_preset("channels of the first stage")
     small_images: bool = setting(False, "stem for images of about 32 pixels; preset tiny has it")
-    dtype: str = dtype_of_activations("of activations; parameters and statistics are float32")
+    dtype: str = dtype_of_activations("dtype of activations; parameters and statistics are float32")
     label_smoothing: float = setting(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
     )
@@ -82,7 +82,7 @@ class Data(TaskData):
     )
     crop: str = setting(
         "resized",
-        "of training images; resized: a random 8% to 100% of the picture, resized; whole: the "
+        "crop of training images; resized: a random 8% to 100% of the picture, resized; whole: the "
         "largest centered square, for small pictures, together with data.shift",
         choices=CROPS,
     )
@@ -209,10 +209,10 @@ class ImageClassification(Task):
     A batch is ``{"image": uint8 (B, H, W, 3), "label": int32 (B,)}``; losses are nats per image.
 
     Args:
-      config: the run's.
-      train_source: records of such a batch by index, with ``class_names`` and ``labels``; or others
-        that its method ``augment`` turns into them (see `decent_jax.data.loader`).
-      eval_source: records of such a batch, from the validation set.
+      config: the run's config.
+      train_source: records of such batches by index, with ``class_names`` and ``labels``; or
+        records that its method ``augment`` turns into such records (see `decent_jax.data.loader`).
+      eval_source: records of such batches, from the validation set.
     """
 
     unit = "examples"

@@ -52,7 +52,7 @@ class Model:
     tied: bool = setting(True, "True: tie the output layer to the embeddings if the preset does")
     bias: bool = setting(True, "biases in linear layers and LayerNorms of a GPT-2")
     dropout: float = setting(0.0, "dropout rate of a GPT-2", at_least=0, below=1)
-    dtype: str = dtype_of_activations("of activations; parameters are float32")
+    dtype: str = dtype_of_activations("dtype of activations; parameters are float32")
     remat: bool = setting(False, "recompute blocks in the backward pass: less memory")
     attention: str = setting(
         "auto", "auto: cudnn where it can, else xla", choices=("auto", "xla", "cudnn")
@@ -143,9 +143,9 @@ def model_config(config: Config, tokenizer_vocab: int) -> decoders.Config:
 
 
 def count_parameters(config: Config) -> tuple[int, int, int]:
-    """(all parameters, those of the token embedding, rows along the last axis of all arrays).
+    """Returns three counts: parameters, token-embedding parameters, and rows along the last axis.
 
-    For the planner, which opens no data.
+    The planner, which opens no data, calls this.
 
     Raises:
       ConfigError: the vocabulary size is known only from the data.
@@ -314,7 +314,7 @@ def sample(
     top_k: int = 0,
     seed: int = 0,
 ) -> list[str]:
-    """``samples`` continuations of the prompt, each with the prompt; see `decoders.generate`.
+    """``samples`` continuations of the prompt, each including the prompt; see `decoders.generate`.
 
     Raises:
       ConfigError: ``top_k`` is out of range, or the samples do not fit this machine.

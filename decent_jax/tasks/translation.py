@@ -43,7 +43,7 @@ class Model:
         "post", "post: as published; pre: needs no warm-up to train deep", choices=("post", "pre")
     )
     dropout: float = setting(0.1, "dropout rate", at_least=0, below=1)
-    dtype: str = dtype_of_activations("of activations; parameters are float32")
+    dtype: str = dtype_of_activations("dtype of activations; parameters are float32")
     remat: bool = setting(False, "recompute layers in the backward pass: less memory")
     attention: str = setting(
         "auto", "auto: cudnn where it can, else xla", choices=("auto", "xla", "cudnn")
@@ -62,7 +62,7 @@ class Data(TaskData):
         'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",
     )
-    shapes: int = setting(16, "batch shapes at most; each compiles once per round", at_least=1)
+    shapes: int = setting(16, "maximum number of batch shapes, each compiled per round", at_least=1)
     bleu_sentences: int = changeable(
         200, "validation sentences translated at every evaluation; 0: none", at_least=0
     )
@@ -290,7 +290,7 @@ def load(run: TrainedRun) -> TrainedTranslator:
 
 
 def export(run: TrainedRun, out: Path) -> str:
-    """Writes the weights, the tokenizer and the settings of the beam search for `transformers`.
+    """Writes the weights, the tokenizer and the beam-search settings for `transformers`.
 
     Returns the ``config.json`` that `transformers` reads.
     """
@@ -327,7 +327,7 @@ class BucketedPairs:
 
     Args:
       pairs: the pairs of a split.
-      shapes: the largest number of batch shapes.
+      shapes: the maximum number of batch shapes.
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int):

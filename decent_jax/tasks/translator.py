@@ -31,11 +31,11 @@ _OF_SACREBLEU = {  # languages for which it has a tokenizer, by any of their cod
 
 
 class Translator:
-    """Translates with a beam search, compiled once per width of sources.
+    """Translates with a beam search, compiled once per source width.
 
     Args:
-      config: the model's.
-      vocabulary: that of source and target.
+      config: the model's config.
+      vocabulary: the joint vocabulary of source and target.
       beam: hypotheses to keep; 1 is greedy.
     """
 
@@ -57,7 +57,7 @@ class Translator:
         progress: bool = False,
         pause: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """The best translation of each sentence, "" for an empty one; ``pause()`` after each batch.
+        """The best translation of each sentence ("" if empty); calls ``pause()`` after each batch.
 
         Raises:
           ConfigError: a sentence has more than `LONGEST` subwords.
@@ -96,9 +96,10 @@ def bleu_of(language: str, characters: bool = False) -> Any:
     """sacreBLEU's metric, with its tokenizer for a target language, such as "zh_Hant".
 
     Args:
-      language: the code in the names of the files.
+      language: the code in the file names.
       characters: whether the text has no spaces between words. If so, and if sacreBLEU has no
-        tokenizer for the language, each character counts as a word: `13a` takes a sentence for one.
+        tokenizer for the language, each character counts as a word, because `13a` would take a
+        sentence for one word.
 
     Raises:
       DataError: the tokenizer of this language needs a package that is not installed.
@@ -119,7 +120,7 @@ def bleu(
     """sacreBLEU's corpus BLEU of detokenized text, 0 to 100, and its signature.
 
     References are normalized like translations, by `normalize`. The score is comparable with
-    published ones of the same signature (Post, 2018, arXiv:1804.08771), except for quotes and
+    published scores with the same signature (Post, 2018, arXiv:1804.08771), except for quotes and
     dashes.
     """
     references = list(map(normalize, references))
