@@ -10,7 +10,7 @@ thus knows exactly what others hold. `decent_jax.gossip.mix` and `decent_jax.pee
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
 | `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
 | `Int4` | N / 2 bytes + 4 per row | unbiased, below 1/6.9 of the row's largest |
-| `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far off |
+| `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far away |
 
 `decent_jax.gossip.sparse` has codecs that send only some of the numbers.
 
@@ -38,13 +38,14 @@ Parts = tuple[Array, ...]  # the arrays of a message
 class Codec:
     """A message format. Noise is passed in, so JAX and NumPy arrays share one implementation.
 
-    seed: methods derive a key for the noise of every step from it; a field of formats with noise.
+    seed: only in formats with noise; methods derive each step's key for the noise from it.
     """
 
     seed: int = 0
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Array:
-        """The random numbers that `encode` needs for an array of this shape, or None for none.
+        """The random numbers that `encode` needs for an array of this shape, or None if it needs
+        none.
 
         Args:
           key: different for every step, array and sender, because replicas must round
@@ -94,7 +95,8 @@ class Int8(Codec):
     ``c = floor(x / s + u)`` with noise u uniform in [0, 1): ``E[c s] = x``, and the variance is at
     most ``s^2 / 4``. Without noise it rounds to nearest, which is biased. The scale s is
     ``max |x| / 127`` over the row, rounded up to 8 significant bits, so that c s and sums of a few
-    of these are exact in float32. If only one side rounded them, each round would move the mean.
+    such products are exact in float32. Otherwise each round would move the mean, because only one
+    side would round.
     """
 
     seed: int = 0
@@ -146,8 +148,8 @@ class Lattice(Codec):
     The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
     ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which is
     correct if ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
-    lattice). Otherwise a checksum of the unsent quotients by q reveals it, and the receiver decodes
-    NaN: a single wrong quotient is always detected; several cancel with probability 2^-31.
+    lattice). Otherwise a checksum of the unsent quotients by q reveals the error, and the receiver
+    decodes NaN: a single wrong quotient is always detected; several cancel with probability 2^-31.
 
     Args:
       bits: bits per number, 1 to 16; a number takes one byte, or two if it has more than 8 bits.

@@ -132,10 +132,10 @@ def coded_means(
 
     .. math:: m^{(k)} = Q_k\Big(\tfrac1g \textstyle\sum_i Q_i(x_i^{(k)})\Big)
 
-    An all-to-all brings the chunks to their owners, which add in float32 and encode the mean; an
-    all-gather distributes it. A replica sends 2 (g - 1) / g encoded vectors. All members use the
-    owner's rounding, so they get the same bits. m is unbiased if Q is. If Q rounds to multiples of
-    s, the first rounding adds a variance of at most ``s^2 / 4g`` and the second of ``s^2 / 4``.
+    The chunks travel to their owners, which add in float32 and encode the mean; an all-gather
+    distributes it. A replica sends 2 (g - 1) / g encoded vectors. All members use the owner's
+    rounding, so they get the same bits. m is unbiased if Q is. If Q rounds to multiples of s, the
+    first rounding adds a variance of at most ``s^2 / 4g`` and the second of ``s^2 / 4``.
 
     Args:
       leaves: one replica's arrays.
@@ -272,13 +272,13 @@ class Groups:
         return whole[: math.prod(shape)].reshape(shape)
 
     def to_owners(self, chunks: jax.Array, between: PyTree = None) -> jax.Array:
-        """(block, size, ...), a chunk for each member, to (parts, size, chunks owned here, ...).
+        """Sends chunks (block, size, ...) to their owners: (parts, size, chunks owned here, ...).
 
-        The k-th member of a group owns its k-th chunk; the second axis of the result counts the
-        senders. The chunks travel by permutes over 1 to devices - 1 places: jax supports these for
-        groups under `jax.vmap`, and XLA hides them, while it would block on an all-to-all (jaxlib
-        0.12, next to a loop). With ``between``, nothing uses the arrived chunks before these arrays
-        exist: XLA waits for a message before a loop if anything can be computed from it.
+        The k-th member of a group owns the k-th chunk of each member; the result's second axis
+        counts the senders. The chunks travel by permutes over 1 to devices - 1 places: jax supports
+        these for groups under `jax.vmap`, and XLA hides them, while it would block on an all-to-all
+        (jaxlib 0.12, next to a loop). With ``between``, nothing uses the chunks before these arrays
+        exist; otherwise XLA could wait for the chunks before a loop.
         """
         here, c = min(self.size, self.axis.block), self.devices
         if c == 1:

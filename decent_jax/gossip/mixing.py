@@ -207,8 +207,8 @@ def on_mesh(
       fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
         Keyword arguments, such as a static ``round``, are passed through unchanged.
       mesh: its axes in ``axis_name`` shard the first dimension of all arguments and results.
-      axis_name: as in `mix`, and as ``fn`` passes it there. A name that is no axis of the mesh is
-        that of the vmapped axis, which counts the replicas on a device.
+      axis_name: as in `mix`, and as ``fn`` passes it there. A name that is not a mesh axis names
+        the vmapped axis, which counts the replicas on a device.
 
     Raises:
       ValueError: a device holds several replicas, and ``axis_name`` names no vmapped axis.
@@ -309,7 +309,7 @@ def mix_coded(
 def receive(
     tree: PyTree, schedule: Schedule, round: int | Simulated, axis_name: AxisName = "replica"
 ) -> list[tuple[PyTree, jax.Array]]:
-    """The messages of a round one by one: [(sender's tree, weight)], weight 0 where none arrives.
+    """The messages of a round one by one: [(sender's tree, weight)], with weight 0 if none arrives.
 
     For methods that inspect messages before they use them; `mix` returns the weighted sum.
     """

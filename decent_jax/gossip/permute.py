@@ -50,7 +50,7 @@ class ReplicaAxis:
 
     @staticmethod
     def over(axis_name: AxisName) -> "ReplicaAxis":
-        """The axis of that name or names: mesh axes, a vmapped axis, or both in this order.
+        """The axis with this name or names: mesh axes, a vmapped axis, or both in this order.
 
         Several mesh axes are flattened into one; the last varies fastest.
         """
@@ -302,7 +302,7 @@ def _ppermute(x: jax.Array, pairs: list[tuple[int, int]], axis: ReplicaAxis) -> 
 def pairs_of(device_map: Sequence[int]) -> list[tuple[int, int]]:
     """(source, target) of each message of a (partial) permutation: D receives from device_map[D].
 
-    On TPUs the permutation is closed: each device that only sends gets the message of one that only
+    On TPUs the permutation is closed: each device that only sends gets a message from one that only
     receives, and idle ones send to themselves; these messages are ignored. On two slices of v6e
     (jax 0.11), collectives after a permute that was not closed reportedly took 5.4 times as long.
     """

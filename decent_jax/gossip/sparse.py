@@ -21,7 +21,7 @@ from decent_jax.gossip.permute import pad
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """Sends the ``fraction`` of largest magnitude, at least one number, as values and indices."""
+    """Sends the largest numbers, a share ``fraction`` (at least one), as values and indices."""
 
     fraction: float
 
@@ -37,7 +37,7 @@ class TopK(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """Sends the ``density`` of largest magnitude of each chunk (at least one number), 2 bits each.
+    """Sends the largest numbers of each chunk, a share ``density`` (at least one), in 2 bits each.
 
     An array is cut into chunks of ``chunk`` numbers (a single chunk if it is smaller; the last one
     is zero-padded). The 2 bits are a number's sign, and whether its magnitude is at least the mean

@@ -1,9 +1,9 @@
 """airbench94 (Jordan, 2024), which learns CIFAR-10 in 8 epochs: its network and its optimizer.
 
 Source: github.com/KellerJordan/cifar10-airbench, airbench94_muon.py. A frozen first layer whitens
-patches of 2x2 pixels. Three groups of two convolutions follow, initialized as the identity where
-they have inputs for it. `resnet` has the functions that use the network. The optimizer is Muon for
-filters and SGD for the rest.
+patches of 2x2 pixels. Three groups of two convolutions follow, whose first filters are initialized
+as the identity. `resnet` has the functions that use the network. The optimizer is Muon for filters
+and SGD for the rest.
 """
 
 import dataclasses
@@ -69,7 +69,8 @@ PRESETS = {"airbench94": AirbenchConfig()}
 class Airbench(nnx.Module):
     """Whitening, three groups, the maximum of each channel, a linear layer without biases.
 
-    The kernel of ``whiten`` is zeros until that of `whitening` replaces it; no gradient reaches it.
+    The kernel of ``whiten`` is zero until the result of `whitening` replaces it; no gradient
+    reaches it.
     """
 
     def __init__(self, config: AirbenchConfig, *, rngs: nnx.Rngs):
@@ -132,9 +133,9 @@ def _gelu(x: jax.Array) -> jax.Array:
 def whitening(images: np.ndarray) -> np.ndarray:
     """The kernel ``(2, 2, 3, 24)`` that whitens patches of normalized images ``(B, H, W, 3)``.
 
-    The first half are the eigenvectors of the patches' mean outer product, divided by the square
-    roots of their eigenvalues, so that the mean outer product of the outputs is the identity. The
-    second half are their negatives.
+    The first half of the filters are the eigenvectors of the patches' mean outer product, divided
+    by the square roots of their eigenvalues, so that the mean outer product of the outputs is the
+    identity. The second half are their negatives.
     """
     patches = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))
     patches = patches.reshape(-1, 3 * PATCH**2).astype(np.float64)  # channels, rows, columns

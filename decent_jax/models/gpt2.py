@@ -18,16 +18,16 @@ class GPT2Config:
     """Shape and numerics of a GPT-2.
 
     Attributes:
-      vocab_size: rows of the token embedding, which is also the output layer. 50304, the next
-        multiple of 128, is faster on GPUs.
+      vocab_size: rows of the token embedding and the output layer. 50304, the next multiple of 128,
+        is faster on GPUs.
       context: longest sequence; rows of the position embedding.
       layers: number of blocks.
       heads: attention heads per block; divides ``width``.
       width: size of a hidden vector.
       bias: biases in linear layers and LayerNorms; False removes all of them.
       dropout: rate for embeddings, attention probabilities and residual branches.
-      dtype: that of activations and matrix products; parameters, and statistics of LayerNorms and
-        softmaxes are always float32.
+      dtype: of activations and matrix products; parameters and LayerNorm and softmax statistics are
+        always float32.
       remat: recompute each block in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
         cuDNN where it applies.
@@ -70,7 +70,7 @@ class GPT2(nnx.Module):
     """Pre-LayerNorm decoder with learned positions, or a part of one.
 
     A part has the parameters of its blocks; the first part also has the embeddings, and the last
-    the final norm and the output layer (if it is tied, the token embedding).
+    part has the final norm and the output layer (if tied, the token embedding).
 
     Args:
       config: shape and numerics.

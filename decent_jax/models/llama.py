@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023; Llama 3, 2024) in Flax NNX.
 
 A decoder like GPT-2, but with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, and
-without biases and dropout. `decoders` has the functions that use it.
+without biases or dropout. `decoders` has the functions that use it.
 """
 
 import dataclasses

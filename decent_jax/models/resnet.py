@@ -1,8 +1,8 @@
 """ResNets (He et al., 2016; version 1.5) in Flax NNX, and their functional adapter.
 
 Besides its parameters a ResNet has statistics: the running mean and variance of each batch norm,
-which training updates without a gradient and evaluation normalizes with. Parameters and statistics
-are plain nested dicts, and a training step needs only functions of them::
+which training updates without a gradient and evaluation uses to normalize. Parameters and
+statistics are plain nested dicts, and a training step needs only functions of them::
 
     config = PRESETS["resnet50"]
     params, statistics = init(config, jax.random.key(0))
@@ -46,11 +46,11 @@ class ResNetConfig:
       width: channels inside the blocks of the first stage.
       num_classes: outputs.
       small_images: start with a 3x3 convolution of stride 1, for images of about 32 pixels,
-        instead of one of 7x7 and stride 2 and a max pool of stride 2.
+        instead of a 7x7 convolution and a max pool, both of stride 2.
       momentum: decay of the running statistics per step.
       epsilon: number that batch norm adds to the variances.
-      dtype: that of activations and convolutions; parameters, statistics, normalization and the
-        last layer are float32 (float64 in a float64 model).
+      dtype: of activations and convolutions; parameters, statistics, normalization and the last
+        layer are float32 (float64 in a float64 model).
     """
 
     blocks: tuple[int, ...] = (3, 4, 6, 3)

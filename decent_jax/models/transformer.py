@@ -42,9 +42,9 @@ class TransformerConfig:
       dropout: rate for embeddings, attention probabilities, hidden units of feed-forward blocks
         and residual branches.
       norm: ``"post"``, LayerNorm after each residual sum, as published; or ``"pre"``, before
-        each branch and once more after the last layer (needs no warm-up to train deep).
-      dtype: that of activations and matrix products; parameters, and statistics of LayerNorms and
-        softmaxes are always float32.
+        each branch and once more after the last layer (deep models then need no warm-up).
+      dtype: of activations and matrix products; parameters and LayerNorm and softmax statistics are
+        always float32.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
         cuDNN where it applies. Dropout of the probabilities materializes them, so a training
@@ -308,7 +308,8 @@ def attention_weights(
     """The cross-attention weights of each target position over the source.
 
     Returns:
-      Probabilities in evaluation, ``(B, layers, heads, T, S)`` float32; 0 at padding of the source.
+      Probabilities without dropout, ``(B, layers, heads, T, S)`` float32; 0 at the source's
+      padding.
     """
     model = merge(config, params)
     memory, lengths = model.encode(source), key_lengths(source != PAD)
@@ -348,10 +349,10 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    As in `decoders.flops_per_token`, these are 6 per parameter and position that uses it, and 12
-    ``width`` per query-key pair of an attention, not halved for causality. Source positions use the
-    decoder's matrices for keys and values of the memory; target positions use the shared embedding
-    as output layer. Recomputation (``remat``) does not count.
+    As in `decoders.flops_per_token`, these are 6 per parameter for each position that uses it, and
+    12 ``width`` per query-key pair of an attention, not halved for causality. Source positions also
+    use the decoder's matrices for keys and values of the memory; target positions also use the
+    shared embedding as the output layer. Recomputation (``remat``) does not count.
     """
     shapes = pieces.shapes(Transformer, config)
     encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))

@@ -1,4 +1,4 @@
-"""Models as safetensors files with published names: those of Hugging Face and of torchvision.
+"""Models as safetensors files, with the tensor names of Hugging Face and torchvision.
 
 * Decoders: ``GPT2LMHeadModel``, whose linear weights are ``(inputs, outputs)`` as here,
   and ``LlamaForCausalLM``, which holds the transpose.

@@ -43,8 +43,8 @@ def scale_by_accum_adam(
         m &\leftarrow \beta_1 m + (1-\beta_1) A, \quad v \leftarrow \beta_2 v + (1-\beta_2) A^2,
         \quad A \leftarrow 0
 
-    so the moments take a window's mean gradient, nearly that of a batch s times as large, and
-    every step still moves the parameters. ``accum_steps=1`` is Adam, without the memory for A.
+    so the moments take a window's mean gradient, as if from a batch s times as large, and every
+    step still moves the parameters. ``accum_steps=1`` is Adam, without the memory for A.
 
     Args:
       b1: decay of the first moment.
@@ -130,8 +130,8 @@ def accum_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated Adam with decoupled weight decay.
 
-    With ``u`` of `scale_by_accum_adam`, ``x <- (1 - eta lambda) x - eta u``: the
-    decay is multiplied by the learning rate, as in `optax.adamw`. Inside `decentralized` with
+    With ``u`` from `scale_by_accum_adam`, ``x <- (1 - eta lambda) x - eta u``: the decay is
+    multiplied by the learning rate, as in `optax.adamw`. Inside `decentralized` with
     ``combine="awc"``, x on the right is the mixed parameter, as in Decent-DP.
 
     Args:
@@ -179,7 +179,8 @@ def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     """An optimizer state (of any nesting) without a partial window of accumulated gradients.
 
     A change of the number of replicas needs this, because their windows hold different gradients:
-    ``window`` becomes zero, and ``count`` that of the last completed window. Adam has no windows.
+    ``window`` becomes zero, and ``count`` returns to the last completed window. Adam has no
+    windows.
     """
 
     def is_adam(node: PyTree) -> bool:
@@ -197,7 +198,7 @@ def drop_window(state: PyTree, accum_steps: int) -> PyTree:
 def moment(decay: float | jax.Array, old: PyTree, value: PyTree, order: int) -> PyTree:
     """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``.
 
-    The square of a complex number is that of its magnitude.
+    The square of a complex number is its squared magnitude.
     """
 
     def mixed(m: jax.Array, g: jax.Array) -> jax.Array:

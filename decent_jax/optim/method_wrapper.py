@@ -133,9 +133,9 @@ class Delayed:
 
     delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
     depart: ``(late, own, count, round, after=None)`` returns the message of a round, from the
-      current parameters, the method's own state and ``count`` from the state. Only this call
-      communicates. With ``after``, arrays from some of the updates, a group mean has two stages,
-      and the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
+      current parameters, the method's own state and the ``count`` in its `GuardedState`. Only this
+      call communicates. With ``after``, arrays from some of the updates, a group mean has two
+      stages, and the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
     arrive: ``(params, own, late, message, round)`` returns the parameters and the method's own
       state after the updates, with the message merged.
     """
@@ -205,7 +205,7 @@ def method(
     Returns:
       A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required); ``value``,
       this replica's loss; ``active``, False for a replica that makes no local update in this step;
-      ``mixed``, see `Method`; and ``replica``, its number if there is no replica axis.
+      ``mixed``, see `Method`; and ``replica``, the replica's number if there is no replica axis.
     """
     validation.is_transformation(inner)
     optimizer = _in_float32(optax.with_extra_args_support(inner or optax.identity()))

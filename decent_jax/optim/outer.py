@@ -89,7 +89,7 @@ def diloco(
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
       delay: steps that a message overlaps, less than from one round to the next.
       carry: whether a replica keeps its progress while the message is in flight.
-      outer: the outer optimizer: that of the paper, or another optax transformation.
+      outer: the outer optimizer: the paper's, or another optax transformation.
 
     Raises:
       ValueError: a number out of range, a schedule without global averages or with too few rounds,

@@ -49,10 +49,10 @@ def outer_steps(
     Args:
       inner: the local optimizer.
       mixing: the communication of the method.
-      init: a function from a fragment's theta to what its outer steps keep.
+      init: a function from a fragment's theta to the state of its outer steps.
       outer_step: ``(theta, x, state, departure) -> (theta, state)`` of a fragment, with x the
-        replica's parameters as sent. It depends on nothing else, so all of it can overlap local
-        steps.
+        replica's parameters as sent. It depends on nothing else, so the whole outer step can
+        overlap local steps.
       fragments, delay, carry: as in `decent_jax.optim.diloco`.
 
     Raises:

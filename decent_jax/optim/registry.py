@@ -1,9 +1,10 @@
 """The registry of methods: each is declared next to its factory.
 
 A factory's signature defines the rest. Its positional parameters come from the run, by name
-(`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults and, in
-``Annotated``, their help in a config; the factory refuses values out of range. A dataclass among
-them, such as ``outer``, gives one number for each field: ``outer_learning_rate``.
+(`Parts`). Its keyword-only parameters are the method's hyperparameters (`MethodSpec.numbers`), with
+their defaults and, in ``Annotated``, their help in a config; the factory refuses values out of
+range. A dataclass among them, such as ``outer``, gives one for each field, such as
+``outer_learning_rate``.
 
 >>> import optax
 >>> from decent_jax import topology
@@ -52,10 +53,10 @@ class Parts:
     combine: as in `decent_jax.optim.decentralized`; "" is the first of the method's orders.
     mix_every: steps between two rounds in the caller's loop.
     gradient: applied to gradients first, in methods with their own momentum.
-    optimizer: numbers of the local optimizer, for those methods: momentum, b1, b2, eps.
+    optimizer: hyperparameters of the local optimizer, for those methods: momentum, b1, b2, eps.
     same_init: whether all replicas start with the same parameters.
     seed: the seed of formats that a method creates itself; ``codec`` has its own seed.
-    numbers: the method's own, see `MethodSpec.numbers`.
+    numbers: the method's hyperparameters, see `MethodSpec.numbers`.
     """
 
     schedule: Schedule
@@ -128,7 +129,7 @@ class MethodSpec:
 
     @property
     def numbers(self) -> dict[str, object]:
-        """Its own numbers and their defaults: the factory's keyword-only parameters."""
+        """Its hyperparameters and their defaults: the factory's keyword-only parameters."""
         numbers: dict[str, object] = {}
         for p in self._own:
             parts = {flat: getattr(p.default, f.name) for flat, f in _fields(p).items()}
@@ -141,7 +142,7 @@ class MethodSpec:
 
     @property
     def help(self) -> dict[str, str]:
-        """The help of each number: the text of its ``Annotated`` type."""
+        """The help of each hyperparameter: the text of its ``Annotated`` type."""
         types: dict[str, object] = {}
         for p in self._own:
             types |= {flat: f.type for flat, f in _fields(p).items()} or {p.name: p.annotation}

@@ -27,7 +27,7 @@ def linear_warmup_linear_schedule(
 ) -> optax.Schedule:
     """A linear rise from ``peak / warmup_steps`` to ``peak``, then a linear fall to ``end``.
 
-    For 0-based step t, ``peak`` at ``warmup_steps - 1``, or at 0 without a warm-up.
+    The 0-based step ``warmup_steps - 1`` has ``peak``; without a warm-up, step 0 has it.
 
     Example:
       >>> rate = linear_warmup_linear_schedule(1.0, 2, 6)

@@ -38,14 +38,14 @@ def sparseloco(
     The residual of C stays in e and is sent later; e also acts as momentum, so there is no outer
     momentum. It is `diloco` with this codec and ``outer = optax.sgd(1.0)``.
 
-    Encoded messages cannot be added in transit, so every replica receives those of all others and
-    sends its own n - 1 times: fewer bytes than a float32 average if n is below 280 at the
-    published settings. It stores two copies of the parameters (``theta`` and e).
+    Encoded messages cannot be added in transit, so every replica receives all others' messages and
+    sends its own n - 1 times: fewer bytes than a float32 average if n is below 280 at the published
+    settings. It stores two copies of the parameters (``theta`` and e).
 
     Args:
       inner, axis_name: as in `diloco`.
-      schedule: ``complete``. On another graph ``theta`` would drift apart, because replicas
-        exchange only movements; `choco` corrects this with the same compressor.
+      schedule: ``complete``. On another graph the replicas' ``theta`` would drift apart, because
+        only movements are sent; `choco` corrects this with the same compressor.
       same_init: must be True, for the same reason.
       density: the share of every chunk that is sent, in (0, 1].
       chunk: the number of parameters per chunk.

@@ -81,7 +81,7 @@ def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
 
 
 def unspoiled(update: PyTree) -> jax.Array:
-    """() bool: whether the smallest array is finite, and other small ones have a finite number.
+    """() bool: whether the smallest array is finite, and each other small one has a finite number.
 
     Small arrays have up to 256 numbers, or together 1/64 of all. We check several because the
     smallest may be frozen, and no more because reading an array of an update forces XLA to write it
@@ -99,7 +99,7 @@ def unspoiled(update: PyTree) -> jax.Array:
 def with_own_keys(state: PyTree, replica: Callable[[], jax.Array]) -> PyTree:
     """An optimizer's state in which the random keys, initially equal, become this replica's own.
 
-    Keys are arrays of a key type, and those of uint32 in a field whose name ends in "key".
+    Keys are arrays of a key type, and uint32 arrays in a field whose name ends in "key".
     """
 
     def own(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
@@ -117,8 +117,8 @@ def _all(flags: Iterable[jax.Array]) -> jax.Array:
     """The conjunction as a reduction of negations, which XLA computes once.
 
     XLA fuses a chain of ``and`` into each of its uses, and turns a plain reduction of a stack into
-    such a chain: the flags of all arrays went into the update of each array. That took two thirds
-    of the time to compile a step of 65 arrays.
+    such a chain: each array's update computed the flags of all arrays. That took two thirds of the
+    time to compile a step of 65 arrays.
     """
     flags = list(flags)
     return ~(~jnp.stack(flags)).any() if flags else jnp.array(True)

@@ -1,21 +1,20 @@
-"""Predicts and plans before you rent a cluster: which algorithm, which schedule, what goes where.
+"""Predictions and plans before you rent a cluster: algorithm, schedule and placement.
 
     decent-jax planner --help
 
 | module | question |
 |---|---|
-| `network` | how long does a message between two devices take |
-| `costs` | how long does a permute, a mean of groups, an all-reduce or a round take |
-| `runtime`, `simulator` | how long does a training step take |
-| `predict`, `recommend` | which algorithm and schedule is fastest, and when does it pay |
-| `gossip_placement` | which replica goes where |
-| `placement`, `search` | which pipeline stage and data-parallel group goes where (DT-FM) |
+| `network` | how long does a message between two devices take? |
+| `costs` | how long does a permute, a mean of groups, an all-reduce or a round take? |
+| `runtime`, `simulator` | how long does a training step take? |
+| `predict`, `recommend` | which algorithm and schedule are fastest, and how fast? |
+| `gossip_placement` | which device for each replica? |
+| `placement`, `search` | which device for each pipeline stage and replica (DT-FM)? |
 
 `decent_jax.plots.gantt` draws steps. Besides NumPy and SciPy, the planner needs only
-`decent_jax.topology` and `decent_jax.plan`, which has the file that
-``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, if
-``--config`` is given. The planner is an extension: no room below imports it, and it can be deleted
-with its tests.
+`decent_jax.topology` and `decent_jax.plan`, which defines the file that ``train.py
+--config.cluster.plan=FILE`` follows. Only the command imports the trainer, if ``--config`` is
+given. The planner is an extension: of the other packages, only `decent_jax.commands` imports it.
 
 >>> from decent_jax.planner import gossip_placement, network
 >>> from decent_jax import topology

@@ -63,8 +63,9 @@ def _predict(args: Options) -> None:
         --trace runs/alone --out step.png
         compute time and its variation from a run of one replica; a Gantt chart of a few steps
 
-    Reading the table: compute is what one replica would take alone; exposed communication is what
-    nothing hides; stragglers is the time lost because compute times vary. They add up to the step.
+    Reading the table: compute is the time of one replica alone; exposed communication is the part
+    not hidden by compute; stragglers is the time lost because compute times vary. They add up to
+    the step.
     """
     options.complete(args)
     machines, workload = options.network_of(args), options.workload_of(args)
@@ -96,7 +97,7 @@ def _recommend(args: Options) -> None:
         then: train.py --config ... --config.cluster.plan=plan.json
 
     The fastest step comes first; among steps within 1%, the one whose replicas agree soonest.
-    docs/results.md has measured what formats and longer intervals cost in loss. Allow what you
+    docs/results.md lists what formats and longer intervals cost in loss; allow only what you
     accept.
     """
     options.complete(args)
@@ -156,7 +157,7 @@ def _place(args: Options) -> None:
         --config.trainer=pipelines --config.pipeline.stages=8 --config.num_replicas=8
         --config.cluster.plan=plan.json
 
-    disagreement is the age of the drift between replicas that mixing leaves; less is better.
+    disagreement is the age of the drift between replicas that mixing leaves; lower is better.
     """
     machines = options.network_of(args)
     (_place_replicas if args.stages is None else _place_stages)(args, machines)

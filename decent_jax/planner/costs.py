@@ -4,7 +4,7 @@ Replica i is on device i of the `Network`; ``network.take(order)`` gives another
 transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
 every node they leave or enter, by max-min fairness, and none is faster than its own link. Each
 keeps the rate at which it starts. If all carry the same number of bytes, as in every collective
-here, the slowest are those of the tightest NIC; they end together, and their time is exact. Faster
+here, the slowest are those at the tightest NIC; they end together, and their time is exact. Faster
 transfers could end a little earlier. Not modelled: a PCIe bus shared inside a node, switches
 between nodes, losses and congestion.
 
@@ -189,8 +189,8 @@ def tree_phase(network: Network, groups: Groups, num_bytes: float) -> Phase:
 
     The trees are NCCL's (Sanders, Speck & Träff 2009): over nodes, whose devices form a chain; a
     node that has children in one is a leaf of the other. Reduction and broadcast are pipelined in
-    small chunks, so every edge carries half the data in each direction all the time, and the
-    latency is twice that of the longest path to a root.
+    small chunks, so every edge carries half the data in each direction all the time, and
+    latencies count twice along the longest path to a root.
     """
     duration = np.zeros(network.num_devices)
     edges, depth_s = [], np.zeros(len(groups))

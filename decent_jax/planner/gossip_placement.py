@@ -15,8 +15,8 @@ For rounds of equal length t it is
 averaged over all choices of W_1: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
 one symmetric W. Unlike -log(consensus_rate) / t, disagreement is finite for schedules that become
 exact (one_peer_exp, hypercube, alternating_exp_ring). Unlike the contraction of a single round, it
-gives them credit for that. A round that takes little time may do little, and static and varying
-schedules are measured alike. The order of the replicas matters only through the time of rounds.
+gives them credit for that. A short round may mix little, and static and varying schedules are
+measured alike. The order of the replicas matters only through the time of rounds.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def _evaluate_rounds(
 
 
 def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
-    """The age of the drift that rounds of these lengths leave; see the module's docstring.
+    """The schedule's disagreement, in seconds, for these rounds; see the module's docstring.
 
     Args:
       matrices: (n, n) each. If they do not contract, the result is infinite.
@@ -140,7 +140,7 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule with the order of replicas whose period is the shortest that the search finds.
+    """The schedule with the replica order of the shortest period that the search finds.
 
     For up to 6 devices, it is the best of all orders. For more, simulated annealing (Kirkpatrick et
     al. 1983) starts from the best of several regular orders and exchanges two replicas or two
@@ -218,10 +218,10 @@ def clock(
 class _Permutes:
     """Seconds of a period of permutations, computed in some 30 microseconds.
 
-    A hundredth of the mean of all transfers is added, so that exchanges count that leave the
-    slowest transfer unchanged. A transfer gets an equal share of each of its two network cards, or
-    its own link if that is slower. This is the exact rate of the slowest transfer, because max-min
-    fairness gives a larger share to other transfers only.
+    A hundredth of the mean of all transfers is added, so that exchanges that leave the slowest
+    transfer unchanged count too. A transfer gets an equal share of each of its two network cards,
+    or its own link if that is slower. This is the exact rate of the slowest transfer, because
+    max-min fairness only gives larger shares to others.
     """
 
     def __init__(

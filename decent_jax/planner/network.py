@@ -1,8 +1,7 @@
 """A cluster's network: the time of a message between any two devices.
 
 Latencies and bandwidths are measured (`load`, `from_matrices`), nominal (`preset`, `cluster`) or
-those of DT-FM's table of cloud regions (`regions`). All units are seconds, bytes and bytes per
-second.
+from DT-FM's table of cloud regions (`regions`). All units are seconds, bytes and bytes per second.
 
 >>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
 >>> network
@@ -147,7 +146,7 @@ def from_matrices(
     """A network from measured matrices, (n, n), with row i for what device i sends.
 
     The two directions of a link may differ by 25% (latencies also by 50 us). More is refused,
-    because it mostly means that one direction was measured while something else used the network.
+    because it usually means that one direction was measured while something else used the network.
     A latency of exactly 0 means that latency is neglected. The diagonals are ignored.
 
     Args:
@@ -160,7 +159,7 @@ def from_matrices(
 
     Raises:
       ValueError: a matrix is not square, or an entry is missing, zero, asymmetric, or so far from
-        any real network that the unit must be wrong; one sentence that names it.
+        any real network that the unit must be wrong; the message names it.
     """
     latency = _numbers(latency_s, "latency_s")
     bandwidth = _numbers(bandwidth_bytes_per_s, "bandwidth_bytes_per_s")
@@ -351,7 +350,7 @@ def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Net
 
 
 def regions(counts: Mapping[str, int]) -> Network:
-    """A network of machines with one device in DT-FM's cloud regions, ``counts`` per region.
+    """A network of one-device machines in DT-FM's cloud regions, ``counts`` per region.
 
     A link between two regions has the measured latency and bandwidth of one stream. A link inside
     a region has 5 ms and 2 Gbit/s, which is also the rate of a machine's network card.

@@ -93,7 +93,10 @@ def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
     """The perfect matching of rows and columns whose largest cost is smallest.
 
     Args:
-      costs: (d, d). Returns the column of every row (d,) and that largest cost.
+      costs: (d, d).
+
+    Returns:
+      The column of every row, (d,), and that largest cost.
     """
     # No matching is cheaper than the cheapest entry of any row or column. Usually, one costs that.
     lower = max(costs.min(axis=1).max(), costs.min(axis=0).max())
@@ -201,9 +204,9 @@ class Problem:
         most m - num_devices of the m devices can be left out.
 
         pipeline: let c(t) devices have some partner at cost t or less. An edge of cost t needs two
-        groups of such devices only. There are at most c(t) / num_replicas such groups, and a path
-        has fewer edges among them than groups. The j-th cheapest edge therefore costs at least the
-        cost at which (j + 1) num_replicas devices have a partner.
+        groups that contain only such devices. There are at most c(t) / num_replicas such groups,
+        and a path has fewer edges among them than groups. The j-th cheapest edge therefore costs at
+        least the cost at which (j + 1) num_replicas devices have a partner.
         """
         job, m = self.job, len(self.kind)
         partners = np.sort(self.averaging_s + np.diag(np.full(m, np.inf)), axis=1)

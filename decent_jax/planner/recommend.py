@@ -3,8 +3,8 @@
 Choices within 1% of the fastest step count as equally fast; among these, the first is the one whose
 replicas agree soonest (`steps_per_averaging`). The loss is not predicted, because it depends on
 model, optimizer and data; only the requested choices are therefore compared. docs/results.md has
-measured losses for schedules, formats and longer intervals, docs/algorithms.md for methods.
-Encoding a message is assumed to take no time.
+measured losses for schedules, formats and longer intervals, and docs/algorithms.md has them for
+methods. Encoding a message is assumed to take no time.
 """
 
 import dataclasses

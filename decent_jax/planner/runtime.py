@@ -7,7 +7,7 @@ these follow from the schedule that its code implements. F, B, U are the times o
 and update, X is the factor by which compute varies, C the time to communicate the whole model:
 
 - all-reduce: a replica sends a bucket as soon as it has its gradients, and all replicas begin the
-  next step together. With k equal buckets, one factor X per replica and step, and C' for gradients
+  next step together. With k equal buckets, one factor X per replica per step, and C' for gradients
   that are complete only at the end of the backward pass (a tied embedding), exactly::
 
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
@@ -45,7 +45,7 @@ QUANTILES = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal:
-    """A random factor with mean 1 on the times of forward and backward, per replica and step.
+    """A random factor with mean 1 on the times of forward and backward, per replica per step.
 
     It is ``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
     """
@@ -124,9 +124,9 @@ class Workload:
     model_bytes: bytes of the parameters (or gradients) in float32.
     forward_s, backward_s, update_s: mean seconds.
     compute: the factor on forward and backward, drawn for each replica and step.
-    slowness: (n,) factors of replicas that are always slower (or faster) than 1, or one for all.
+    slowness: (n,) factors, above 1 for replicas that are always slower, or one factor for all.
     late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
-        backward pass: an embedding, the more so if it is also the output layer.
+        backward pass, such as an embedding, especially if it is also the output layer.
     row_length: mean number of parameters per row of the last axis; formats of 8 and 4 bits send a
         float32 scale per row.
     """

@@ -24,7 +24,7 @@ class PlacedStages:
 
     stages: (num_stages, num_replicas) int; device [k, r] of the network holds stage k of
         pipeline r, and row k is a data-parallel group.
-    costs: exact, in seconds, as by `placement.evaluate`.
+    costs: exact, in seconds, as from `placement.evaluate`.
     lower_bound: no placement costs less in total.
     """
 
@@ -86,7 +86,7 @@ def place(
 
 
 def _pair(groups: StageGroups, rng: np.random.Generator) -> tuple[int, int]:
-    """Two slots, of different groups and kinds if ten draws find such a pair."""
+    """Two slots, from different groups and of different kinds if ten draws find such a pair."""
     job, kind = groups.problem.job, groups.problem.kind
     first = second = 0
     for _ in range(10):

@@ -43,7 +43,7 @@ class SimulatedSteps:
 
     step_s: mean seconds of a step after the warm-up.
     ends_s: (steps, n) seconds, the warm-up included; when each replica had finished each step.
-    events: those of all steps if ``record`` is set.
+    events: of all steps, if ``record`` is set.
     """
 
     step_s: float
@@ -86,8 +86,9 @@ def settled_step_s(
 
     All times are maxima of sums (a max-plus linear system; Baccelli et al. 1992). If every time of
     a state is later than in an earlier state by the same number of seconds, the steps in between
-    repeat forever. Each state is compared with that of the last power of two, as in Brent's cycle
-    search: replicas that wait for each other settle within a few steps.
+    repeat forever. As in Brent's cycle search, the state after each period is compared with the
+    last one saved, after 1, 2, 4, 8, ... periods. Replicas that wait for each other settle within a
+    few steps.
     """
     simulation = _Simulation(network, workload, algorithm, record=False)
     factor = workload.factors(network.num_devices)

@@ -120,11 +120,11 @@ def base_k(n: int, *, max_degree: int = 1) -> list[Round]:
     Topologies for Decentralized Learning via Finite-time Convergence" (NeurIPS 2023). Three
     constructions, each built from the previous one, all symmetric and doubly stochastic:
 
-    - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbers in a mixed
-      radix with digits n_1, ..., n_L <= k+1, and round l averages those that differ in digit l;
+    - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbers in mixed
+      radix with bases n_1, ..., n_L <= k+1, and round l averages those that differ in digit l;
     - **simple Base-(k+1)**, for any n: the replicas are split by the digits of n in base k+1, n =
       sum_l a_l (k+1)^p_l. Each part averages, then the parts in turn pass their means to the rest;
-    - **Base-(k+1)**, n = p q with p free of prime factors above k+1 and q free of those up to it: p
+    - **Base-(k+1)**, n = p q, where p has the prime factors up to k+1 and q the larger ones: p
       parallel copies of the simple graph of q, then hyper-hypercubes of p across them; or the
       simple graph of n where that takes fewer rounds.
     """
@@ -187,9 +187,9 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
     """Each replica after ``part`` averages with one replica of each of its sets, in ``matrix``.
 
-    All replicas of the part hold its mean, and the replicas after it are fewer than the members
-    of a set. ``remaining`` counts the replicas of the part and those after it. With the weight
-    |part| / (a remaining), the replicas after the part get the mean over all of these on average,
+    All replicas of the part hold its mean, and fewer replicas follow it than a set has members.
+    ``remaining`` counts the replicas of the part and after it. With the weight |part| / (number of
+    sets * remaining), the replicas after the part average to the mean of all ``remaining`` ones,
     and so does each set, which then averages internally. Replicas without a partner average among
     themselves, k+1 at a time.
     """
@@ -358,8 +358,8 @@ def _regular(n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
     """(n, n) bool: a random simple graph in which every replica has ``degree`` neighbours.
 
     The ends of edges are joined at random. Pairs that would be a loop or a double edge are split,
-    shuffled and joined again; if no two of the ends left may be joined, everything restarts. The
-    distribution approaches the uniform one over all such graphs as n grows (Steger and Wormald
+    shuffled and joined again; if no two of the remaining ends may be joined, everything restarts.
+    The distribution approaches the uniform one over all such graphs as n grows (Steger and Wormald
     1999).
     """
     while True:

@@ -189,11 +189,11 @@ def register(name: str, builder: Builder, *, column_stochastic: bool = False) ->
     Args:
       name: an identifier that names no schedule yet.
       builder: ``builder(n, *, parameter=default) -> rounds``; its keyword-only parameters, with
-        their annotated types, become the name's (``replicas_per_node`` is that of `make`).
+        their annotated types, become the name's (`make` passes its own ``replicas_per_node``).
       column_stochastic: whether rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:
-      ValueError: the name is taken or no identifier, or the function's first parameter is not
+      ValueError: the name is taken or not an identifier, or the function's first parameter is not
         ``n``. A function of the same name and module may register again, as in a notebook cell.
     """
     if not name.isidentifier():

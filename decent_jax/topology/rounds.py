@@ -11,7 +11,7 @@ from scipy.sparse.csgraph import connected_components, maximum_bipartite_matchin
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Send:
-    """One message to each replica at most: a (partial) permutation of the replicas.
+    """At most one message to each replica: a (partial) permutation of the replicas.
 
     sources: (n,) int; replica i receives from ``sources[i]``, or is idle if that is -1. No
         replica appears twice.
@@ -27,12 +27,12 @@ class Send:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Round:
-    """One mixing step: average in groups of consecutive replicas, then exchange permutations.
+    """One mixing step: average in groups of consecutive replicas, then send by permutations.
 
     group_size: g; replicas [0, g), [g, 2g), ... first take the mean of their group (1: no groups).
     self_weights: (n,) float64; the weight of a replica's own (group-averaged) parameters.
     sends: the permutations that follow; their weights and `self_weights` sum to 1 in every row.
-    matrix: (n, n) float64; the matrix of the permutations times that of the group means.
+    matrix: (n, n) float64; the permutations' matrix times the group means' matrix.
     """
 
     group_size: int
@@ -54,7 +54,7 @@ class Round:
 
     @functools.cached_property
     def largest_clique(self) -> int:
-        """The most replicas that one collective of this round connects, directly or through others.
+        """The largest number of replicas that one collective connects, directly or through others.
 
         XLA on GPUs creates a communicator for each such set. Pairs connect 2 replicas, and a shift
         of n replicas by k connects n / gcd(n, k).
@@ -212,7 +212,7 @@ def kron(outer: Round, inner: Round) -> Round:
 
     Replica l of node a is replica ``a * local + l``. A mean over inner groups stays a group mean.
     Each pair of an outer and an inner term (a send, or the replica's own row) is one permutation,
-    except for that of both own rows: ``(d_outer + 1)(d_inner + 1) - 1`` in all.
+    except the pair of own rows: ``(d_outer + 1)(d_inner + 1) - 1`` in all.
     """
     matrix = np.kron(outer.matrix, inner.matrix)
     local = len(inner.matrix)

@@ -89,9 +89,10 @@ class Schedule:
             product = rnd.matrix @ product
 
     def spectral_gap(self) -> float:
-        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, all entries of J 1/n; 1 if a period averages.
+        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, where every entry of J is 1/n.
 
-        For a static schedule (T = 1) this is the usual ``1 - ||W - J||_2`` (Ying et al. 2021).
+        It is 1 if a period averages exactly. For a static schedule (T = 1) this is the usual
+        ``1 - ||W - J||_2`` (Ying et al. 2021).
         """
         left = _norm(self.period_matrix())
         # Rounding error of an exact average counts as zero.
@@ -100,7 +101,8 @@ class Schedule:
     def consensus_rate(self) -> float:
         """The asymptotic factor per round by which disagreement shrinks.
 
-        The spectral radius of ``W_{T-1} ... W_0 - J`` to the power 1/T; 0 if consensus gets exact.
+        The spectral radius of ``W_{T-1} ... W_0 - J`` to the power 1/T; 0 if consensus becomes
+        exact.
         """
         if self.exact_after() is not None:
             return 0.0
@@ -121,8 +123,8 @@ class Schedule:
     def exact_after(self) -> int | None:
         """The number of rounds, from round 0, after which all replicas hold exactly the mean.
 
-        None if they only approach it. Exactly means up to rounding: the entries of the product
-        come within 1e-12 of 1/n in one round, from more than 1e-6.
+        None if they only approach it. Exactly means up to rounding: in one round, the product's
+        entries move from more than 1e-6 to within 1e-12 of 1/n.
         """
         n = self.num_replicas
         # If any T consecutive rounds (T the period) average exactly, so do 2 T from any start. If
@@ -137,7 +139,7 @@ class Schedule:
         return None
 
     def summary(self, model_bytes: float | None = None) -> dict[str, str | int | float | None]:
-        """The schedule's properties by name, such as for a row of a table.
+        """The schedule's properties by name, for example for a table row.
 
         ``period``, ``degree`` (the largest of its rounds), ``spectral_gap``, ``consensus_rate``,
         ``exact_after`` (rounds; None: never) and ``models_sent``, the number of models that the
@@ -178,10 +180,10 @@ class Schedule:
         from -1e-9 to 0 count as 0. (For `decent_jax.optim.push_sum`, whose rows need not sum to 1,
         pass a builder of rounds to `decent_jax.topology.register`.)
 
-        Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
+        Each matrix is sent as d permutations, where d is its largest in- or out-degree (König).
 
         Raises:
-          ValueError: a matrix is no mixing matrix, or consensus is never reached.
+          ValueError: a matrix is not a mixing matrix, or consensus is never reached.
         """
         arrays = [_real(matrix, r) for r, matrix in enumerate(matrices)]
         if not arrays:

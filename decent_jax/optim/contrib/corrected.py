@@ -27,7 +27,7 @@ def exact_diffusion(
     mix_every: int = 1,
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adapts, corrects by what the last combination changed, and combines.
+    r"""Exact diffusion: adapts, corrects by the change of the last combination, and combines.
 
     With ``W_bar = (I + W)/2`` and ``Delta_i`` the update of ``inner``:
 
@@ -35,15 +35,15 @@ def exact_diffusion(
         \psi_i^{+} = x_i + \Delta_i(x_i), \qquad \phi_i = \psi_i^{+} + x_i - \psi_i, \qquad
         x_i \leftarrow \sum_j \bar W_{ij} \phi_j, \qquad \psi_i \leftarrow \psi_i^{+}
 
-    and ``psi_i = x_i`` before the first step. It sends one message per step and stores one copy of
+    with ``psi_i = x_i`` before the first step. It sends one message per step and stores one copy of
     the parameters (psi). With ``optax.sgd`` at a fixed learning rate the limit is the optimum of
-    the average loss. The arguments are those of `decentralized`, and ``mix_every``, the number of
-    steps from one round to the next.
+    the average loss. The arguments are as in `decentralized`; ``mix_every`` is the number of steps
+    from one round to the next.
 
     Raises:
-      ValueError: the pair of schedule and ``mix_every`` lets the disagreement grow. Static
-        undirected graphs are valid in every step, and so are ``one_peer_exp`` and ``hypercube``,
-        but not in every third; ``bidirectional_ring`` with 8 replicas is, up to every fourth.
+      ValueError: with this schedule and ``mix_every``, the disagreement would grow. ``mix_every=1``
+        suits static undirected graphs, ``one_peer_exp`` and ``hypercube``; with 8 replicas,
+        ``hypercube`` allows 2 and ``bidirectional_ring`` 4.
 
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
@@ -64,7 +64,7 @@ def d2(
 
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
-    (with ``optax.sgd``; another ``inner`` has its own update). The arguments are those of
+    (with ``optax.sgd``; another ``inner`` has its own update). The arguments are as in
     `exact_diffusion`.
 
     Raises:
@@ -124,12 +124,12 @@ def gradient_tracking(
 
     with ``q = g^- = 0`` before the first step, so that always ``sum_i q_i = sum_i g_i``. The
     messages of "awc" are known at the start of the step. It sends two messages per step and stores
-    two copies of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips
-    q. Valid on every doubly stochastic schedule; the arguments are those of `decentralized`.
+    two arrays of the parameters' size (q and the last gradient). ``inner`` sees q: clipping in it
+    clips q. Valid on every doubly stochastic schedule; the arguments are those of `decentralized`.
 
     Unlike in DIGing, q is mixed by the round of the step that uses it, not by the previous round;
-    this makes no difference on a schedule of one round. The limit is the same on all schedules, but
-    the range of stable learning rates is not.
+    this makes no difference on a schedule with one round. The limit is the same on all schedules,
+    but the range of stable learning rates is not.
 
     With Muon as ``inner``, it tracks before it orthogonalizes. This is necessary: averages of
     orthogonalized local gradients vanish at other points than the average gradient. "awc" is then
