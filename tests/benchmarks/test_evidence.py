@@ -116,11 +116,6 @@ def test_minutes_to_a_result_are_those_of_the_pages(task, goal, words):
         assert f"minutes to 30 BLEU on links of 50 Mbit/s | {short} | {long} |" in README
 
 
-def test_the_figure_is_drawn(tmp_path):
-    assert figure.main(["--out", str(tmp_path / "figure.png")]) == 0
-    assert (tmp_path / "figure.png").stat().st_size > 100_000
-
-
 def test_losses_against_bytes_are_those_of_the_page():
     rows = [
         json.loads(line) for line in (figure.RECORDS / "methods.jsonl").read_text().splitlines()

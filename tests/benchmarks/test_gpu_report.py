@@ -9,13 +9,9 @@ import pytest
 from benchmarks.speed import gpu_report
 
 
-def rows_of(name):
-    return list(gpu_report.PARTS[name](argparse.Namespace(tiny=True)))
-
-
 @pytest.mark.slow
 def test_a_plain_loop_beside_ours():
-    first, *others = rows_of("resnet50")
+    first, *others = gpu_report.PARTS["resnet50"](argparse.Namespace(tiny=True))
     assert first["of_plain_optax"] == 1 and others
     for row in others:
         (unit,) = (key for key in row if key.endswith("_per_s"))

@@ -11,22 +11,25 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "speed" / "programs.py"
 
 
-needs_the_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda12_plugin"),
     reason="XLA's compiler for GPUs is not here: pip install -e '.[cuda12]'",
 )
 
 
+def rows_of(schedule, flags, tmp_path):
+    """With XLA's options and with ours."""
+    command = [sys.executable, SCRIPT, "--algorithms", schedule, "--json", tmp_path / "rows"]
+    command += ["--config.model.attention=xla", *flags.split()]
+    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    return map(json.loads, (tmp_path / "rows").read_text().splitlines())
+
+
 @pytest.mark.slow
-@needs_the_compiler
 def test_on_gpus_messages_are_hidden_and_the_update_is_one_pass(tmp_path):
     small = "--config.model.layers=2 --config.model.width=1024 --config.model.heads=4 "
     small += "--config.model.vocab_size=2048 --config.model.context=64 --batch_size 2 "
-    small += "--config.model.attention=xla"
-    command = [sys.executable, SCRIPT, "--algorithms", "one_peer_exp"]
-    command += [*small.split(), "--json", tmp_path / "rows"]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
-    plain, own = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    plain, own = rows_of("one_peer_exp", small, tmp_path)
     assert (plain["options"], own["options"]) == ("XLA's", "ours")
     assert plain["first"] > 0.2 and plain["equal"] > 1.2
     # The last message carries whether all arrays are finite, which 20 short kernels find out first.
@@ -35,33 +38,19 @@ def test_on_gpus_messages_are_hidden_and_the_update_is_one_pass(tmp_path):
     assert own["update_passes"] < 1.25
 
 
+DILOCO = ("3 collective-permute-start, loop, 3 collective-permute-done",)
+DILOCO += ("all-gather-start, loop, all-gather-done",)
+NOLOCO = ("collective-permute-start, loop", "loop, collective-permute-done")
+
+
 @pytest.mark.slow
-@needs_the_compiler
 @pytest.mark.parametrize(
-    ("schedule", "flags", "wanted"),
-    [
-        (
-            "complete",
-            "--config.algorithm=diloco --config.diloco.delay=7",
-            (
-                "3 collective-permute-start, loop, 3 collective-permute-done",
-                "all-gather-start, loop, all-gather-done",
-            ),
-        ),
-        (
-            "one_peer_exp",
-            "--config.algorithm=noloco --config.noloco.delay=7",
-            ("collective-permute-start, loop", "loop, collective-permute-done"),
-        ),
-    ],
+    ("schedule", "method", "wanted"),
+    [("complete", "diloco", DILOCO), ("one_peer_exp", "noloco", NOLOCO)],
 )
-def test_on_gpus_a_message_travels_beside_a_loop_of_steps(schedule, flags, wanted, tmp_path):
+def test_on_gpus_a_message_travels_beside_a_loop_of_steps(schedule, method, wanted, tmp_path):
     small = "--config.model.layers=1 --config.model.width=128 --config.model.heads=2 "
     small += "--config.model.vocab_size=256 --config.model.context=32 --batch_size 1 "
-    small += f"--config.model.attention=xla --config.mix_every=8 {flags}"
-    command = [sys.executable, SCRIPT, "--algorithms", schedule]
-    command += [*small.split(), "--json", tmp_path / "rows"]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
-    _, own = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    for part in wanted:
-        assert part in own["outline"], own["outline"]
+    small += f"--config.mix_every=8 --config.algorithm={method} --config.{method}.delay=7"
+    _, own = rows_of(schedule, small, tmp_path)
+    assert all(part in own["outline"] for part in wanted), own["outline"]
