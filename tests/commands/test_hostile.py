@@ -112,14 +112,12 @@ def test_states_of_processes_of_one_machine_are_compared_with_it_together(monkey
 
 # --- Whole commands -------------------------------------------------------------------------------
 
-NINES, DEEP = "9" * 5000, "[" * 100_000
+NINES = "9" * 5000
 RUN, TRAIN = "train --config CONFIG --workdir run", "train --config CONFIG --workdir run --config."
 CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
-MODEL = "--parameters 1e6 --compute_s 0.1"
 TEXT = "text --input in --out out --tokenizer bytes --val_fraction 0.3"
 ROWS = [
     # What fits a field and no machine, no schedule or no run.
-    ({}, f"{TRAIN}schedule=NINES", "schedule 4096"),
     ({}, f"{TRAIN}schedule='random_matching(rounds=1000000000)'", "schedule 1000000000"),
     ({}, f"{TRAIN}schedule='{'hierarchical(' * 100}'", "schedule 1300"),
     ({}, f"{TRAIN}batch_size=400000000", "batch_size 400"),
@@ -134,17 +132,8 @@ ROWS = [
     # Files.
     ({"run": "a file"}, RUN, "--workdir"),
     ({"run/config.json": None}, RUN, "config.json"),
-    ({"run/config.json": '{"a":' * 900 + "1" + "}" * 900}, RUN, "run config"),
-    ({"run/metrics.jsonl": None}, "plot run", "metrics.jsonl"),
     ({"run/metrics.jsonl": "[]\n{}\n"}, "export --workdir a --out run/m.safetensors", "a"),
     ({"m.safetensors": "\xff" * 8 + "{}"}, f"{TRAIN}model.init_from=m.safetensors", "m.safetens"),
-    ({"plan": DEEP}, f"{TRAIN}cluster.plan=plan", "plan"),
-    ({"n.json": "[NaN, 1]"}, f"planner predict --network n.json {MODEL}", "n.json"),
-    (
-        {"t.jsonl": f"{DEEP}\n{{}}\n"},
-        f"planner predict {CLUSTER} --parameters 1e6 --trace t.jsonl",
-        "t.js",
-    ),
     ({"in/a.jsonl.gz": gzip.compress(b"a" * (3 << 19))}, f"prepare {TEXT}", "a.jsonl.gz 1"),
     ({"in/a.txt.gz": gzip.compress(b"a" * (4 << 20))}, f"prepare {TEXT}", "a.txt.gz"),
     # Flags.
@@ -153,7 +142,6 @@ ROWS = [
     ({}, "supervise --hosts a,,b -- TRAIN.PY --config CONFIG --workdir new", "--hosts"),
     ({}, 'supervise --hosts a --via "ssh \'" -- TRAIN.PY --config CONFIG --workdir n', "--via"),
     ({}, "supervise --processes 2 -- nothing.py", "start --"),
-    ({}, f"planner predict --network nvlink_25gbe --nodes 1000000 {MODEL}", "1000000 devices"),
     ({}, f"planner place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s"),
     ({"in/a.txt": "text"}, f"prepare {TEXT} --workers 100000", "workers 100000"),
     ({}, "peers replay --workdir run", "run peers"),

@@ -105,19 +105,25 @@ def test_what_failed_is_shown_once_the_newest_last(finished, tmp_path):
     assert "2 more in " in found["failed"]
 
 
-def test_a_run_of_peers_has_a_row_for_each(tmp_path):
-    write_json_atomic(tmp_path / "config.json", {"steps": 20, "trainer": "peers"})
-    with MetricWriter(tmp_path) as writer:
-        known = {"peers/0/steps": 12.0, "peers/0/stale": 3.0, "peers/1/steps": 4.0}
+def write_peers(folder, peers, **known):
+    """A run whose peers have (starts, loss, seconds of a step), and whether each is still there."""
+    write_json_atomic(folder / "config.json", {"steps": 20, "trainer": "peers"})
+    with MetricWriter(folder) as writer:
         writer.write(8, {"train/loss": 2.0, "perf/step_time_s": 0.1} | known)
-    for rank, seconds in enumerate([0.02, 0.05, 0.02]):
-        folder = tmp_path / "peers" / str(rank)
-        for generation in range(1 + (rank == 1)):
-            EventLog(folder, generation).end(4, 0)
-        with MetricWriter(folder) as writer:
-            writer.write(4, {"train/loss": 2.0 + rank, "perf/step_time_s": seconds})
-    peers = {str(rank): {"steps": 4, "alive": rank < 2} for rank in range(3)}
-    write_json_atomic(tmp_path / "peers.json", {"peers": peers})
+    for rank, (starts, loss, seconds, _) in enumerate(peers):
+        own = folder / "peers" / str(rank)
+        for generation in range(starts):
+            EventLog(own, generation).end(4, 0)
+        with MetricWriter(own) as writer:
+            writer.write(4, {"train/loss": loss, "perf/step_time_s": seconds})
+    alive = {str(rank): {"steps": 4, "alive": peer[3]} for rank, peer in enumerate(peers)}
+    write_json_atomic(folder / "peers.json", {"peers": alive})
+
+
+def test_a_run_of_peers_has_a_row_for_each(tmp_path):
+    known = {"peers/0/steps": 12.0, "peers/0/stale": 3.0, "peers/1/steps": 4.0}
+    peers = [(1, 2.0, 0.02, True), (2, 3.0, 0.05, True), (1, 4.0, 0.02, False)]
+    write_peers(tmp_path, peers, **known)
     found, table = lines(tmp_path)
     assert found["step"].startswith("8 of 20")
     assert [row.split() for row in table[1:]] == [
@@ -134,19 +140,10 @@ def test_a_run_of_peers_has_a_row_for_each(tmp_path):
 
 def test_32_peers_fit_into_80_by_40(tmp_path):
     """Those that stand out are shown, all of them where the output is no terminal."""
-    write_json_atomic(tmp_path / "config.json", {"steps": 20, "trainer": "peers"})
-    with MetricWriter(tmp_path) as writer:
-        writer.write(8, {"train/loss": 2.0, "perf/step_time_s": 0.1, "eval/loss": 1.0})
+    peers = [(1 + 2 * (k == 30), 2.0 - k / 100, 1.0, k != 29) for k in range(32)]
+    write_peers(tmp_path, peers)
     for k in range(9):
         goodput_file.add_incident(tmp_path, f"peer {k} was killed; 31 continue")
-    for rank in range(32):
-        folder = tmp_path / "peers" / str(rank)
-        for generation in range(3 if rank == 30 else 1):
-            EventLog(folder, generation).end(4, 0)
-        with MetricWriter(folder) as writer:
-            writer.write(4, {"train/loss": 2.0 - rank / 100, "perf/step_time_s": 1.0})
-    peers = {str(rank): {"steps": 4, "alive": rank != 29} for rank in range(32)}
-    write_json_atomic(tmp_path / "peers.json", {"peers": peers})
     state = run_state.read(tmp_path)
     shown = list(status.screen(state, 80, 40))
     assert len(shown) <= 39 and all(len(line) <= 80 for line in shown[1:])

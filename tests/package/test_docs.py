@@ -47,11 +47,6 @@ def paths_in(text):
     return sorted(path for path in found if not re.search(r"\b[A-Z_]*NAME\b", path))
 
 
-def modules_in(text):
-    """Modules of this project that a document runs with ``python -m``."""
-    return sorted(set(re.findall(r"python -m (decent_jax[\w.]*\w)", text)))
-
-
 def python_blocks(text):
     """The ``python`` blocks, each after as many newlines as stand before it."""
     for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -87,19 +82,13 @@ def test_the_code_of_a_page_runs(name, capsys, compile_once):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_and_modules_that_are_named_exist(name):
+def test_files_that_are_named_exist(name):
     document = ROOT / name
     text = document.read_text()
     missing = [
         path
         for path in paths_in(text)
         if not (ROOT / path).exists() and not (document.parent / path).exists()
-    ]
-    missing += [
-        module
-        for module in modules_in(text)
-        if not (ROOT / (module.replace(".", "/") + ".py")).is_file()
-        and not (ROOT / module.replace(".", "/") / "__main__.py").is_file()
     ]
     assert not missing
 
@@ -147,15 +136,7 @@ FILES = {"model.safetensors", "log.txt", "peers.json"}  # with names like fields
 
 # --- Commands -------------------------------------------------------------------------------------
 
-PLACES = [
-    "*.md",
-    "docs/*.md",
-    "docs/log/*.md",
-    "launch/*",
-    "configs/*.py",
-    "decent_jax/**/*.py",
-    "notebooks/*.ipynb",
-]
+PLACES = "*.md docs/*.md docs/log/*.md launch/* configs/*.py decent_jax/**/*.py notebooks/*.ipynb"
 
 
 def configs_in(path):
@@ -170,7 +151,7 @@ def configs_in(path):
 
 NAMING = {
     path.relative_to(ROOT): list(configs_in(path))
-    for place in PLACES
+    for place in PLACES.split()
     for path in sorted(ROOT.glob(place))
     if path.is_file()
 }
@@ -192,22 +173,10 @@ def test_the_trainer_takes_the_config_of_every_command(path, monkeypatch):
             assert absent, (name, fields, error)
 
 
-def test_the_checks_of_this_file_find_something():
-    text = "`docs/a.md`, [b](c/d.png), `tests/NAME.py` and `python -m decent_jax.plots.runs RUN`"
-    assert paths_in(text) == ["c/d.png", "docs/a.md"]
-    assert modules_in(text) == ["decent_jax.plots.runs"]
-    found = {name for pairs in NAMING.values() for name, _ in pairs}
-    assert {"quickstart", "configs/gpt2_openwebtext.py:peers", "gpt3_xl_dtfm", "FILE"} < found
+def test_documents_name_paths_and_configs():
+    """Or the tests above look at nothing."""
+    assert sum(len(paths_in((ROOT / name).read_text())) for name in DOCUMENTS) > 300
     assert sum(len(fields) for pairs in NAMING.values() for _, fields in pairs) > 30
-
-
-FIGURES = [*(ROOT / "docs" / "figures").glob("*"), *(ROOT / "docs" / "notebooks").glob("*.png")]
-
-
-def test_figures_are_small():
-    limits = {".png": 300_000, ".gif": 2_000_000}  # bytes; photographs are the largest
-    sizes = {path.name: path.stat().st_size / limits[path.suffix] for path in FIGURES}
-    assert sizes and not [name for name, size in sizes.items() if size > 1]
 
 
 @pytest.mark.parametrize(

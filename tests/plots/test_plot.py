@@ -53,12 +53,6 @@ def panels_of(figure):
 CONSENSUS, SECONDS = "Consensus distance, relative to the mean's norm", "Seconds per step"
 
 
-def size_of_png(path):
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND"
-    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-
-
 def test_a_diverged_run_and_a_distance_of_zero_are_drawn(tmp_path):
     run = make_run(
         tmp_path / "a",
@@ -67,7 +61,7 @@ def test_a_diverged_run_and_a_distance_of_zero_are_drawn(tmp_path):
         perf__step_time_s=lambda s: math.nan,
     )
     assert panels_of(figure_of(run)) == [("Loss", 2), ("Loss", 2), (CONSENSUS, 1)]
-    size_of_png(plot.plot_runs([run]))
+    plot.plot_runs([run])
 
 
 def test_smoothing():
@@ -94,7 +88,7 @@ def test_one_run(tmp_path):
     with MetricWriter(run, start_step=60) as writer:
         writer.write(60, {"eval/top1": 0.75})
     assert plot.plot_runs([run]) == run / "curves.png"
-    size_of_png(run / "curves.png")
+    assert (run / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert dict(matplotlib.rcParams) == before
     figure = figure_of(run)
     losses, last = [("Loss", 2), ("Loss", 2)], [(CONSENSUS, 1), (SECONDS, 1)]
@@ -138,8 +132,7 @@ def test_what_cannot_be_drawn_is_one_sentence_and_exit_2(tmp_path, capsys):
         assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["mean.png", "mean.pdf"])
-def test_the_mean_over_seeds(name, tmp_path, capsys):
+def test_the_mean_over_seeds(tmp_path, capsys):
     runs = []
     for schedule, seed in itertools.product(("ring", "one_peer_exp"), range(3)):
         changes = {
@@ -160,7 +153,7 @@ def test_the_mean_over_seeds(name, tmp_path, capsys):
     figure = plot.draw(groups)
     assert panels_of(figure) == [*[("Loss", 4)] * 3, (CONSENSUS, 2), (SECONDS, 2)]
     assert all(len(axes.lines) == len(axes.collections) for axes in figure.axes)
-    out = tmp_path / name
+    out = tmp_path / "mean.pdf"
     assert command.main([*map(str, runs), "--out", str(out), "--mean"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(out)]
-    assert out.read_bytes()[:5] in (b"%PDF-", b"\x89PNG\r")
+    assert out.read_bytes()[:5] == b"%PDF-"
