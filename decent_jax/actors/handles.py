@@ -109,7 +109,7 @@ class Actors:
 
         Args:
           log: file for its console output, see `decent_jax.actors.ray_cluster.enter`.
-          sigterm: name of its method to call on SIGTERM; empty: it ends.
+          sigterm: name of its method to call on SIGTERM; empty: the actor ends.
           on: its node; None: Ray spreads actors over all nodes.
           cpus: cores that Ray reserves for it.
           gpus: GPUs that Ray reserves for it; it sees no others.
@@ -127,7 +127,7 @@ class Actors:
         """Wait until ``count`` of the calls have succeeded or failed; returns their keys.
 
         Args:
-          seconds: how long to wait at most.
+          seconds: the maximum time to wait.
         """
         if not calls:
             return []

@@ -30,8 +30,8 @@ _PREFACE, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\
 def prepare(address: str) -> None:
     """Set what Ray reads from the environment when it is first imported.
 
-    A Ray that we start accepts only clients that know its token, which is drawn here and written to
-    no file. For a Ray at an address, the user has set a token, which Ray itself finds.
+    A cluster that we start accepts only clients that know its token, which is drawn here and
+    written to no file. For a cluster at an address, the user sets the token, which Ray finds.
 
     Args:
       address: address of the Ray cluster; empty: Ray will be started on this machine.
@@ -60,13 +60,13 @@ def running(settings: Ray, needs: Sequence[float] = (), store: int = 0) -> Itera
     """A context in which Ray is connected, at the address or else on this machine.
 
     Args:
-      settings: of the config.
+      settings: the section ``ray`` of the config.
       needs: see `check_memory`.
       store: bytes of the objects that the actors pass through Ray.
 
     Raises:
-      ConfigError: no Ray answers at the address, or it has no room for the actors; or this process
-        has imported Ray before `prepare`, without authentication.
+      ConfigError: no Ray cluster answers at the address, or it has no room for the actors; or this
+        process has imported Ray before `prepare`, without authentication.
       Interrupted: SIGTERM arrived while Ray started.
     """
     import ray  # after `prepare`
@@ -110,7 +110,7 @@ def check_memory(needs: Sequence[float], there: float | None = None) -> None:
       there: bytes that Ray has on all machines; None: the memory of this machine.
     """
     count, needed = len(needs), sum(needs) + len(needs) * _ACTOR
-    what = f"{count} actors of Ray, {_ACTOR / 1e6:g} MB each and more,"
+    what = f"{count} Ray actors, {_ACTOR / 1e6:g} MB each and more,"
     machine.check_memory(needed, what, there)
 
 
@@ -135,7 +135,7 @@ def check_address(settings: Ray) -> None:
                     raise OSError("what listens does not speak gRPC")
     except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
         start = f"start it there with ray start --head --port={port}, or leave this empty"
-        raise ConfigError.about(name, address, f"must be that of Ray ({error}); {start}") from None
+        raise ConfigError.about(name, address, f"must reach Ray ({error}); {start}") from None
 
 
 def check_resources(settings: Ray, needs: Sequence[float], there: Mapping[str, float]) -> None:

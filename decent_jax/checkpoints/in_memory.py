@@ -5,9 +5,9 @@ of a checkpoint to a file in `MEMORY`, without communication. When a process is 
 restart, they resume from the newest step for which every process finds its file: bit for bit as if
 nothing had failed, without reading arrays from a shared disk.
 
-The file ``STEP.own`` (`decent_jax.checkpoints.shard_file`) appears by a rename once it is complete.
-Two complete checkpoints stay while the next one is written, so processes that are up to
-``recovery.every`` steps apart have one in common. With ``recovery.mirror`` a process also stores
+The file ``STEP.own`` (`decent_jax.checkpoints.shard_file`) is renamed into place once it is
+complete. Two complete checkpoints are kept while the next one is written, so processes that are up
+to ``recovery.every`` steps apart have one in common. With ``recovery.mirror`` a process also stores
 the rows of the process before it, in ``STEP.mirror``, in case its host is lost.
 """
 
@@ -77,7 +77,7 @@ class MemoryCheckpoints:
     # --- Write ------------------------------------------------------------------------------------
 
     def begin(self, done: int, state: TrainState, meta: Json) -> None:
-        """Start to write a checkpoint; training continues meanwhile.
+        """Start writing a checkpoint; training continues meanwhile.
 
         Args:
           done: number of steps done.
@@ -166,7 +166,7 @@ class MemoryCheckpoints:
     def restore(
         self, like: TrainState, placement: Placement, accum_steps: int, after: int
     ) -> tuple[TrainState, Json] | None:
-        """The newest state that all processes can restore, with its meta; None: there is none.
+        """The newest state that all processes can restore, with its meta; None if there is none.
 
         All processes call this at the same point.
 

@@ -1,10 +1,10 @@
 """The checkpoints of a run on disk: writing, retention, validation and restoring.
 
-``checkpoints/STEP`` and ``best/STEP`` appear by a rename once their contents are on disk.
-They hold one folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
-`decent_jax.checkpoints.arrays`) and ``meta.json``: step, replicas, config, position, the
-identity of the run, and a checksum of every array. A name that starts with a dot is not a
-checkpoint: it is being written or removed, and the next start of the run deletes it.
+``checkpoints/STEP`` and ``best/STEP`` are renamed into place once their contents are on disk. Each
+holds a folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
+`decent_jax.checkpoints.arrays`) and ``meta.json``: step, replicas, config, position, the identity
+of the run, and a checksum of every array. A name that starts with a dot is not a checkpoint: it is
+being written or removed, and the next start of the run deletes it.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
 def check_there(path: Path) -> None:
-    """Raise CheckpointError if nothing can be written to the directory of a run.
+    """Raise CheckpointError if nothing can be written to a run's directory.
 
     If the directory was moved, orbax would create a new one. Without permission, orbax's threads
     would keep the process alive for minutes after it has failed.
@@ -290,7 +290,7 @@ def first_whole(
     say: Callable[[str], object],
     among: Collection[int] | None = None,
 ) -> tuple[Restored, Json] | None:
-    """The result of ``read`` for the newest readable checkpoint, and its meta; None: none exists.
+    """The result of ``read`` for the newest readable checkpoint, and its meta; None if none exists.
 
     All processes of a run call this together and choose the same checkpoint.
 

@@ -12,10 +12,10 @@ forward them). The agent receives::
     ["start", [PROGRAM, ARGUMENT, ...], {VARIABLE: VALUE}, LOG or null]
     ["signal", NUMBER]
 
-and sends ``["here"]``, ``["ready"]`` after the imports, ``["reached", STEP]``, and ``["ended",
-CODE]``, where the code of a process that a signal killed is minus the signal's number. When its
-standard input ends, the supervisor is gone, and the agent stops its process as after SIGTERM. If
-the agent dies, the kernel closes the standard input of its process, which ends at once.
+and sends ``["here"]``, ``["ready"]`` after the imports, ``["reached", STEP]``, and
+``["ended", CODE]``, where CODE is minus the signal's number if a signal killed the process. When
+its standard input ends, the supervisor is gone, and the agent stops its process as after SIGTERM.
+If the agent dies, the kernel closes the standard input of its process, which ends at once.
 """
 
 import contextlib

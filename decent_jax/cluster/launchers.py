@@ -47,7 +47,7 @@ def size_of(launcher: str) -> int | None:
 def shows_own_devices(launcher: str | None) -> bool:
     """Whether a process sees only its own devices: it is alone on its host, or bound to them.
 
-    Otherwise, jax gives each process the one device with its number among the host's processes.
+    Otherwise, jax gives the k-th process of a host the host's k-th device.
     """
     told = os.environ.get
     if launcher == "SLURM":
@@ -91,7 +91,7 @@ def _on_several_tpu_hosts() -> bool:
 
 
 def first_host(listed: str) -> str:
-    """The first host of a list as SLURM writes it.
+    """The first host in a list in SLURM's notation.
 
     >>> [first_host(x) for x in ("a,b", "rack[0-1]node[2-3]", "node[01-02,7]-ib", "c[9]")]
     ['a', 'rack0node2', 'node01-ib', 'c9']

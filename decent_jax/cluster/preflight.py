@@ -80,15 +80,16 @@ def measure(
     Each device sends a message to its partner, which answers with a short one; see `links`.
 
     Args:
-      devices: n devices, one of each process.
+      devices: n devices, one per process.
       hosts: host name of each process.
       num_bytes: size of the long message.
       repeats: measurements of each link, of which the median counts.
       quiet: whether to print nothing.
 
     Returns:
-      Seconds and bytes per second, (n, n) float64, where row i is sent by device i; the diagonals
-      are 0 and infinite. Third, lines on how the hosts reach each other, see `ways`.
+      Latencies in seconds and bandwidths in bytes per second, (n, n) float64, where device i sends
+      row i; the diagonals are 0 and infinite. Third, lines on how the hosts reach each other, see
+      `ways`.
     """
     index, n = jax.process_index(), len(devices)
     mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)
@@ -114,8 +115,8 @@ def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarr
     """Latency and bandwidth, (n, n), from the seconds that a short and a long message take.
 
     The latency is half of the time for the short message; as no clocks of different hosts are
-    compared, it is the same in both directions. The bandwidth is that of the ``num_bytes`` by which
-    the long message is longer.
+    compared, it is the same in both directions. The bandwidth is ``num_bytes``, by which the long
+    message is longer, divided by its additional time.
     """
     latency = np.minimum(short, short.T) / 2
     # Noise may hide these bytes, so count at least a tenth of the long message's time for them.
@@ -188,7 +189,7 @@ def ways(
     """Lines on the address and network card that each host uses, and how to choose others.
 
     Args:
-      connections: per process, (own end, other end, card); other programs' are ignored.
+      connections: per process, (own end, other end, card); other programs' connections are ignored.
       hosts: host name of each process.
 
     >>> a, b = ("10.0.0.1", 4000), ("10.0.0.2", 5000)

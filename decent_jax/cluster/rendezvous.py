@@ -3,9 +3,10 @@
 In jax's start-up, a process that waits too long ends with a stack trace, one that cannot listen
 ends with a segmentation fault, and processes with different configs hang or train nonsense.
 Therefore process 0 first listens at the coordinator's port itself. The others connect, authenticate
-with the run's secret (`ground.connections`), and send a **hello**: their number, the count, their
-host and a **description** of themselves (versions and config). Once all have connected, process 0
-sends them the list of hosts, or the reason why they cannot start, and frees the port for jax.
+with the run's secret (`ground.connections`), and send a **hello**: their number, the process count,
+their host and a **description** of themselves (versions and config). Once all have connected,
+process 0 sends them the list of hosts, or the reason why they cannot start, and frees the port for
+jax.
 
 A launcher may pass the run's **secret** in the variable `SECRET`. Otherwise, process 0 writes a new
 secret to a shared folder, readable by its owner only, and removes it once all have connected.

@@ -63,8 +63,8 @@ def start(config: Any, folder: str | Path = ".") -> str:
     """Start jax as configured in ``config.cluster``; returns a line for the log.
 
     Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
-    Kubernetes started this process together with others, or on a pod of Cloud TPUs. All of them
-    first pass the start-up barrier (`rendezvous`), which checks that they run the same config and
+    Kubernetes started this process together with others, or on a Cloud TPU pod. All of them first
+    pass the start-up barrier (`rendezvous`), which checks that they run the same config and
     versions; from then on they watch each other (`watch`). A launcher that is detected but cannot
     be used is an error. A second call in a process changes nothing.
 
@@ -193,8 +193,8 @@ def check_interface(wanted: str) -> None:
     """Check that this host has a network card that ``NCCL_SOCKET_IFNAME`` allows.
 
     Args:
-      wanted: names separated by commas, each the beginning of a card's name (``eth``); after a
-        leading ``=`` the names are exact, after a leading ``^`` such cards are excluded.
+      wanted: names separated by commas, each the beginning of a card's name (``eth``); with a
+        leading ``=`` the names are exact, with a leading ``^`` such cards are excluded.
 
     Raises:
       ConfigError: no card fits. NCCL would fail only at the first exchange, and others would hang.
@@ -262,7 +262,8 @@ def open_devices() -> None:
 def limit_exchanges(seconds: int) -> None:
     """Let an exchange between processes fail after ``seconds``; by default, it never does on GPUs.
 
-    Call it before jax creates the first device, when XLA reads its flags. The user's flags stay.
+    Call it before jax creates the first device, when XLA reads its flags. Timeouts that the user
+    has set stay.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
@@ -286,12 +287,12 @@ def _threads_for_simulated_devices() -> None:
 def choose_devices(
     num_replicas: int, wanted: int, by_process: Sequence[Sequence[jax.Device]] | None = None
 ) -> list[jax.Device]:
-    """Devices for the replicas in the order of processes, equally many from each process.
+    """Devices for the replicas in the order of processes, the same number from each process.
 
     Args:
       num_replicas: number of replicas, times the devices per replica if they are sharded.
       wanted: number of devices; 0 takes the largest number that divides ``num_replicas``.
-      by_process: the devices of each process; None: those of this program.
+      by_process: the devices of each process; None: all devices of this program.
 
     Raises:
       ConfigError: there is no such number, or processes have too few devices.

@@ -1,6 +1,6 @@
 """A process that loses another one names it and exits, instead of hanging in a collective.
 
-If the other process has failed, this one exits with its error message and exit code.
+If the other process has failed, this one exits with the same error message and exit code.
 
 jax's coordination service, in process 0, knows which processes are alive. By default it aborts all
 of them when one is lost; with ``jax_enable_recoverability`` it answers queries instead, so a thread
@@ -131,7 +131,7 @@ class _Watch(threading.Thread):
 
 
 def watch(hosts: list[str], heartbeat_s: float) -> None:
-    """Start to watch the other processes, after `jax.distributed.initialize`.
+    """Start watching the other processes, after `jax.distributed.initialize`.
 
     Args:
       hosts: host name of every process.
@@ -149,7 +149,7 @@ def barrier(timeout_s: float) -> None:
 
     Call it after compiling a program that communicates, before running it. gloo gives the slower
     process 30 s to connect, and on resume process 0 may find its programs in jax's cache while the
-    others compile theirs for minutes. It uses jax's coordination service and no device.
+    others compile theirs for minutes. The barrier uses jax's coordination service and no device.
 
     Args:
       timeout_s: seconds to wait for the others, ``cluster.exchange_s``.

@@ -170,7 +170,7 @@ def sigterm_told(prog: str) -> Iterator[None]:
 
     This also works during a long C++ call, such as a compilation: a thread waits for the signal,
     whereas Python's handler would run only after the call. Other code may set its own handler
-    meanwhile; that of the training loop saves a checkpoint first.
+    meanwhile; the training loop's handler saves a checkpoint first.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -217,7 +217,7 @@ def sigterm_told(prog: str) -> Iterator[None]:
 
 
 def open_streams() -> None:
-    """Redirect standard streams that a launcher has closed to the null device.
+    """Redirect to the null device the standard streams that a launcher has closed.
 
     Otherwise, `print` fails, and the output of libraries ends up in the next file to be opened.
     """

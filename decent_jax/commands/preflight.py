@@ -3,11 +3,11 @@
     srun --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 \\
         decent-jax preflight --config configs/gpt2_openwebtext.py --save network.json
 
-Start it like train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or
-with --config.cluster.coordinator, num_processes and process_id. It checks that all processes have
-the same versions, the same config, and the same kind and number of devices. Then it measures the
-latency and bandwidth from the first device of every process to that of every other, and saves them
-for `decent-jax planner ... --network network.json`.
+Start it like train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or with
+--config.cluster.coordinator, num_processes and process_id. It checks that all processes have the
+same versions, the same config, and the same kind and number of devices. Then it measures the
+latency and bandwidth from the first device of every process to the first device of every other, and
+saves them for `decent-jax planner ... --network network.json`.
 
 For pipelines, start it once: it measures the links between the nodes of the Ray cluster in
 --config.ray.address ("auto" or HOST:PORT).

@@ -168,7 +168,7 @@ def _ms(seconds: object) -> str:
 
 
 def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
-    """(kind, rows by name) of processes or workers, peers, and replicas; a row is words by column.
+    """(kind, rows by name) of processes or workers, peers, and replicas; a row maps column to text.
 
     A process is slow if it computes for longer than the others; a worker's waiting does not count.
     """

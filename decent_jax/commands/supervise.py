@@ -11,8 +11,9 @@ process is lost (killed by a signal, lost with its host, or silent for cluster.h
 processes end and restart within seconds, from the in-memory checkpoints of their hosts
 (recovery.every) or else from disk. The lost process restarts on its own host or on a spare one; if
 neither answers, the run continues without it. Each replica then keeps its share of the batch:
-without one of four processes, num_replicas and batch_size shrink to three quarters; learning rate
-and steps stay. If the schedule does not allow the new number of replicas, one_peer_exp replaces it.
+without one of four processes, num_replicas and batch_size shrink to three quarters; the learning
+rate and the steps stay the same. If the schedule does not allow the new number of replicas,
+one_peer_exp replaces it.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
 run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. If the

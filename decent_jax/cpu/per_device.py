@@ -68,11 +68,10 @@ class PerDevice(NamedTuple):
     programs: list[Any]
 
     def begin(self, run: Callable[..., PyTree], *trees: PyTree) -> Callable[[], PyTree]:
-        """Start ``run(program, *shards)`` on each device; returns a function that waits for the
-        stacked results.
+        """Start ``run(program, *shards)`` per device; returns a function that awaits the results.
 
         Args:
-          run: ``program(*trees, t)`` is the device's program, ``shards`` its parts of the trees.
+          run: takes the device's program, ``program(*trees, t)``, and its parts of the trees.
           trees: stacked; donated trees may not be used afterwards.
         """
 

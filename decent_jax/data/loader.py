@@ -98,9 +98,9 @@ def train_batches(
     random numbers depend only on the example's position in the stream, not on who reads it.
 
     Args:
-      source: `len(source)` records, `source[i]` an array or a pytree of arrays of equal shapes
-        (a grain `RandomAccessDataSource` such as `TokenWindows`), which all replicas share, or
-        `Partitioned`. Several threads read from it.
+      source: records that all replicas share, or `Partitioned`. `source[i]` is an array or a pytree
+        of arrays, of equal shapes for all i < `len(source)` (a grain `RandomAccessDataSource` such
+        as `TokenWindows`). Several threads read from it.
       seed: any integer >= 0; determines the order.
       num_replicas: n, of the whole run.
       batch_size: records per step over all replicas, a multiple of `num_replicas`.

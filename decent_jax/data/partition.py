@@ -11,8 +11,8 @@ Papers define alpha differently. Here it is a pseudo-count per class, q ~ Dirich
 sum(p**2)), which for K equally large classes is Dirichlet(alpha, ..., alpha): the alpha of Acar et
 al. (2021, arXiv:2111.04263) and, for the spread of a class over replicas, of Lin et al. (2021,
 arXiv:2102.04761) and later papers that compare with them. The alpha of Hsu et al. is the sum of the
-pseudo-counts, K times as large. Dividing by sum(p**2) instead of multiplying by K gives many tiny
-classes as little weight in alpha as they have in the data. The mean of q is p, and
+pseudo-counts, K times as large. Dividing by sum(p**2) instead of multiplying by K makes alpha
+insensitive to tiny classes, however many there are. The mean of q is p, and
 `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1 (one class per replica) for alpha -> 0, and
 sum(p**2) (the mixture p everywhere) for alpha -> infinity. These formulas describe the draws. With
 a small alpha, the partition is less skewed, because all records are assigned and classes run out.
@@ -38,7 +38,7 @@ class Partition:
       alpha: the argument of `dirichlet`.
       class_names: (K,) strings, the classes that occur.
       class_sizes: (K,) int64, records of each class in the whole data set.
-      counts: (n, K) int64, records of each class that a replica owns.
+      counts: (n, K) int64, records of each class that each replica owns.
       owned: (n, N // n) int64, the indices of a replica's records, ascending.
     """
 

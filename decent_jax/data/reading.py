@@ -155,7 +155,7 @@ _OPEN: dict[str, Callable[..., Any]] = {
 def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
     """The rest of a file; DataError if it has more than `most` bytes.
 
-    A small compressed file may unpack to more than the memory of any machine.
+    A small compressed file may decompress to more than any machine's memory.
 
     >>> import io
     >>> read_at_most(io.BytesIO(b"four"), 4, "text.gz")

@@ -80,7 +80,7 @@ def encode(
 def results(
     work: Callable[[Task], Result], tasks: Iterable[Task], workers: int
 ) -> Iterator[Iterator[tuple[Task, Result]]]:
-    """Context with an iterator of `(task, work(task))` in the order of `tasks`.
+    """A context with an iterator of `(task, work(task))` in the order of `tasks`.
 
     At most `2 * workers` tasks are taken ahead of the next result. The processes are spawned, die
     with this one and ignore Ctrl-C, which this one handles. With one worker, this process does the

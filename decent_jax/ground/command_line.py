@@ -144,7 +144,7 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
     Args:
       path: the path in ``flag``.
       flag: the name of the flag, for the message, such as ``"--out"``.
-      ours: pattern for the first bytes of a file of this package.
+      ours: pattern for the first bytes of this package's files.
     """
     path = Path(path)
     if path.is_dir():

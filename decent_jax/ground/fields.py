@@ -51,7 +51,8 @@ class Field:
       above: the value must be larger than this one.
       below: the value must be smaller than this one.
       choices: the allowed values.
-      duration: a number of steps, or a string such as ``"2 epochs"`` or ``"5%"`` (of the run).
+      duration: whether the value is a number of steps or a string such as ``"2 epochs"`` or
+        ``"5%"`` (of the run).
       may_change: whether a resumed run may have a different value.
     """
 
@@ -266,7 +267,7 @@ def check_rules(config: object, *rules: tuple[object, str, str]) -> None:
     """Checks that fields are compatible: each rule is ``(holds, field, requirement)``.
 
     Raises:
-      ConfigError: about the first field whose rule does not hold.
+      ConfigError: the message names the first field whose rule does not hold.
     """
     for holds, name, wanted in rules:
         if not holds:
@@ -277,7 +278,7 @@ def check_allowed(config: Any, allowed: Mapping[str, Sequence[object]]) -> None:
     """Checks that fields have values that the config's ``trainer`` supports: {field: values}.
 
     Raises:
-      ConfigError: about the first unsupported value.
+      ConfigError: the message names the first unsupported value.
     """
     for name, wanted in allowed.items():
         words = f"must be {' or '.join(map(repr, wanted))} with trainer={config.trainer}"

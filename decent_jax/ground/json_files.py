@@ -75,7 +75,7 @@ def read_entries(path: str | Path) -> Json:
 
 
 def read_format(path: str | Path, kind: str, form: str) -> Json:
-    """The fields of a JSON file of one of the project's formats.
+    """The fields of a JSON file in one of the project's formats.
 
     Args:
       path: the file.

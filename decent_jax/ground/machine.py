@@ -37,8 +37,8 @@ def process_seconds() -> float:
 def sent_bytes() -> dict[str, int]:
     """Bytes sent by this machine (or network namespace), by destination; empty except on Linux.
 
-    ``inside_host`` counts loopback, ``between_hosts`` all other interfaces. Traffic that bypasses
-    the kernel, such as NVLink and InfiniBand verbs, is not counted.
+    ``inside_host`` counts loopback, and ``between_hosts`` counts all other interfaces. Traffic that
+    bypasses the kernel, such as NVLink and InfiniBand verbs, is not counted.
     """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]

@@ -161,8 +161,8 @@ def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
 def label_runs(runs: Sequence[RunFolder]) -> None:
     """Sets the label of each run: the config fields in which it differs, its folder, or both.
 
-    A label names at most `SHOWN_SETTINGS` fields, beginning with `NAMING`. If runs differ in more
-    fields, as with different configs, the label starts with the folder.
+    A label names at most `SHOWN_SETTINGS` fields, the ones in `NAMING` first. If runs differ in
+    more fields, as with different configs, the label starts with the folder.
     """
 
     def order(field: str) -> tuple[int, str]:

@@ -39,7 +39,7 @@ class CommMetrics:
     """Collects the seconds of timed steps and the bytes that the kernel has counted.
 
     In a run of several processes, each of them also writes its latest numbers to a file,
-    ``processes/NAME.json``. A run of one process has neither bytes nor a file.
+    ``processes/NAME.json``. A run of one process records neither bytes nor a file.
 
     Args:
       folder: the run directory.

@@ -87,7 +87,7 @@ def _find(name: str) -> Callable[..., Tracker]:
 
 
 class Trackers:
-    """All trackers of a run as a single one that never raises.
+    """All trackers of a run, combined into one that never raises.
 
     Args:
       makes: tracker classes by name.

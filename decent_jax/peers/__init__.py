@@ -51,7 +51,7 @@ class Peers:
     def patience_s(self) -> float:
         """Seconds that a joining peer waits for a state, and in which all peers must save and end.
 
-        A join sends more than an average; a peer that leaves averages once more, and both settle.
+        Joining takes longer than an average, and a leaving peer averages once more.
         """
         return 6 * self.exchange_s
 

@@ -199,13 +199,13 @@ def counts_of(peers: Collection[Json]) -> dict[str, int]:
 
 
 class Driver:
-    """One session of a run.
+    """One session of a run of peers.
 
     Args:
       config: the run's config.
       experiment: the run of one replica, on this process's devices.
       work: the run directory.
-      before: the manifest that earlier sessions have left.
+      before: the manifest from earlier sessions.
       actors: starts the peers.
       host: IP address at which this process listens.
       need: bytes that the arrays of one peer take.

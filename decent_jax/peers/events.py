@@ -1,6 +1,6 @@
 """The event log of a peer: everything that determines its parameters.
 
-``peers/RANK/events-GENERATION.jsonl`` has one JSON object per line:
+``peers/RANK/events-GENERATION.jsonl`` contains one JSON object per line:
 
 | line | meaning |
 |---|---|

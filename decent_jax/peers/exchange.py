@@ -1,6 +1,6 @@
-"""Exchange of the messages of `decent_jax.peers.protocol` over a connection.
+"""Exchanges the messages of `decent_jax.peers.protocol` over a connection.
 
-If the connection breaks or ``peers.exchange_s`` pass, the average ends on that side. A peer that
+Each side ends the average if its connection breaks or its ``peers.exchange_s`` pass. A peer that
 joins also requests a state over such a connection.
 """
 
@@ -137,7 +137,7 @@ class Answerer:
       averager: this peer's averager.
       exchange_s: seconds that an average may take.
       may_average: returns whether this peer takes part in averages now.
-      state: returns its state at the next step boundary, or None if it has none yet.
+      state: returns this peer's state at the next step boundary, or None if it has none yet.
     """
 
     def __init__(

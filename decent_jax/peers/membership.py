@@ -50,12 +50,12 @@ class Membership:
     """Which peers are alive, which may train, and their progress.
 
     Peers average only with members, so that nobody uses parameters that lack the run's progress. A
-    peer becomes a member once it is admitted and reports: `admits` has the rule for peers that
-    begin, `beat` the rule for peers that return. Thread-safe; no method waits.
+    peer becomes a member once it is admitted and reports: `admits` checks peers that begin, and
+    `beat` checks peers that return. Thread-safe; no method waits.
 
     Args:
       peers: the section ``peers`` of the config.
-      num_replicas: steps of peers per step of common progress.
+      num_replicas: peer steps per step of common progress.
       known: {rank: steps} before this session.
       clock: a clock, in seconds.
     """
@@ -81,7 +81,7 @@ class Membership:
             connections.send(connection, methods[method](*args))
 
     def admits(self, rank: int, generation: int, donor: str | None) -> bool:
-        """Whether a peer may train with the state that it took from ``donor``; None: with its own.
+        """Whether a peer may train with the state taken from ``donor``; None: with its own state.
 
         Its own state must be fresh, unless no other peer trains and could give it one. A donor must
         be a member, because a silent peer may have sent an outdated state.
@@ -136,7 +136,7 @@ class Membership:
         """Give the rank to a new peer.
 
         Args:
-          fresh: steps of common progress that others may make until the peer's own state counts as
+          fresh: steps of common progress that others may make before the peer's own state counts as
             outdated; None: it has no state of its own and must take another peer's.
         """
         with self._lock:
@@ -302,7 +302,7 @@ def state_to_join(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> JoinState | None:
-    """The state of a random member with which a peer begins, or None for its own.
+    """A random member's state for a new peer, or None to keep its own.
 
     Args:
       place: the identity of the peer that begins.

@@ -20,7 +20,9 @@ from decent_jax.train import loop
 
 
 class Peer:
-    """One peer. Ray calls its methods from a pool of threads; `train` keeps one of them busy.
+    """The Ray actor of one peer.
+
+    Ray calls its methods from a pool of threads, one of which runs `train`.
 
     Args:
       place: the identity of the peer.

@@ -187,7 +187,7 @@ def of_peer(experiment: Experiment, config: Config, rank: int, num_streams: int)
 class Stream:
     """A source of training data with the batches of one peer, addressed by step.
 
-    Streams 0 to n - 1 are those of the replicas of a synchronous run: together they read every
+    Streams 0 to n - 1 are the replicas' streams in a synchronous run: together they read every
     record once per epoch. Stream ``k >= n`` is stream ``k % n`` in another random order.
     """
 
@@ -225,7 +225,7 @@ def free_ranks(taken: list[int], count: int) -> list[int]:
 
 
 def read_manifest(workdir: Path, config: Config) -> Json:
-    """The manifest that earlier sessions have left; {} if there is none.
+    """The manifest from earlier sessions; {} if there is none.
 
     Raises:
       ConfigError: the manifest is damaged, or its peers have another batch size.
@@ -264,7 +264,8 @@ def _is_manifest(value: Any) -> bool:
 def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
     """{rank: step of its newest checkpoint} for the peers that resume.
 
-    These are the peers that were alive; if none of these has saved, then those that died or left.
+    These are the peers that were alive; if none of them has saved, they are the peers that died or
+    left.
     """
     entries = manifest.get("peers", {})
     saved = {rank: saved_steps(workdir / FOLDER / rank) for rank in entries}
@@ -274,7 +275,7 @@ def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
 
 
 def known_steps(workdir: Path, manifest: Json) -> dict[int, int]:
-    """{rank: steps}; for a rank that resumes, those of its newest checkpoint."""
+    """{rank: steps}; for a rank that resumes, the step of its newest checkpoint."""
     known = resumed(workdir, manifest)
     if not known:  # killed before any peer has saved: all start from scratch
         return {}

@@ -5,9 +5,9 @@ Peers i and j exchange their latest snapshots S, encoded as Q(S). Each computes 
     ``p_i = 1/2 (Q(S_j) - Q(S_i))``
 
 and applies it at its next step boundary to its current parameters x (``Method.pairwise`` in
-`decent_jax.optim`). Non-blocking SwarmSGD (Nadiradze et al. 2021), here on both sides, adds it.
-NoLoCo moves its outer parameters towards the mean of the snapshots and keeps the local progress
-made since:
+`decent_jax.optim`). Non-blocking SwarmSGD (Nadiradze et al. 2021) adds the pull, here on both
+sides. NoLoCo moves its outer parameters towards the mean of the snapshots and keeps the local
+progress made since:
 
 .. math::
     \text{swarm:}\quad & x_i \leftarrow x_i + p_i, \qquad S_i \leftarrow x_i \\
@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One of `decent_jax.peers.FORMATS`, and the seed of the stochastic rounding of ``int8``.
+    """One of `decent_jax.peers.FORMATS`, and the seed for the stochastic rounding of ``int8``.
 
     >>> message, sent = Format("bfloat16").encode([np.float32([1.0, 2.001])], seed=(0,))
     >>> Format("bfloat16").decode(message, sent)
@@ -177,7 +177,7 @@ class Averager:
 
     Args:
       me: the name of this peer, "rank.generation".
-      form: the format of messages.
+      form: the message format.
       patience_s: seconds that an answerer waits for `settle`.
       silent_s: seconds without `update_members` after which this peer must have been suspended.
       clock: a clock, in seconds.
@@ -186,7 +186,7 @@ class Averager:
       snapshot: the last one published; None before the first, and from `take` to `publish`.
       version: version of the next snapshot.
       closed: whether it starts no further averages; those in progress still finish.
-      distance: norm of the difference to the last partner's snapshot, relative to its own norm.
+      distance: ``||theirs - mine|| / ||mine||`` for the snapshots in the last average.
       counts: number of attempts by outcome.
 
     >>> ours, theirs = (Averager(name, Format("float32"), 1.0, 5.0) for name in ("0.0", "1.0"))
@@ -321,8 +321,8 @@ class Averager:
     def agree(self, name: str) -> bool:
         """Whether this peer takes part; if so, it is reserved until the message arrives.
 
-        Without that, peers that ask more often than a message takes would all be busy asking when
-        a message arrives, and no average would ever complete.
+        Without that, peers that ask at shorter intervals than a message takes would all be busy
+        asking when it arrives, and no average would ever complete.
         """
         return self._begin(name) is not None
 
@@ -335,7 +335,7 @@ class Averager:
         return self._offer(exchange, self._decode(exchange, offer, message)), exchange.message
 
     def settle(self, name: str, decoded: bool) -> bool:
-        """Whether both add their pulls: both decoded, and the asker is a member and in time.
+        """Whether both add their pulls: if both have decoded and the asker is a member and in time.
 
         A second call for the same average returns False.
         """

@@ -4,9 +4,9 @@
 
 Every peer logs what determines its parameters (`decent_jax.peers.events`): the learning rate of
 each step, which snapshots it averaged, and when. The replay makes the same steps on the same data,
-in any order that the snapshots allow. It compares the checksums of each snapshot and of the last
-parameters of each peer with the log, and names the first that differs. The exit code is 0 if all
-are identical, 1 if some differ, and 2 if there is nothing to replay.
+in any order that the snapshots allow. It compares the checksums of each snapshot and of each peer's
+last parameters with the log, and names the first that differs. The exit code is 0 if all are
+identical, 1 if some differ, and 2 if there is nothing to replay.
 """
 
 import contextlib

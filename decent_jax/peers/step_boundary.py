@@ -30,7 +30,7 @@ from decent_jax.train.workdir import Workdir
 
 
 class StateChanges:
-    """Changes of the `TrainState` of one replica, (1, ...), between two of its steps.
+    """Changes to the `TrainState` of one replica, (1, ...), between two of its steps.
 
     A run and its replay share this code.
 
@@ -62,7 +62,7 @@ class StateChanges:
 
         Args:
           snapshot: this peer's snapshot in the average.
-          pull: half of the difference between the partner's and this peer's decoded snapshot.
+          pull: half of the difference between the partner's and this peer's decoded snapshots.
         """
         old, own = self.averaged(state), state.opt_state.own
         snapshot, pull = (
@@ -122,8 +122,8 @@ class StepBoundary:
       averager: the peer's averager.
       jobs: queue of functions that a thread calls one after the other.
       ask: asks another peer for a pairwise average; runs as such a job.
-      join: called before the first step, after compilation; returns the state of another peer with
-        which to begin, or None for its own. If ``join`` is None, the peer begins with its own.
+      join: called before the first step, after compilation; returns another peer's state to begin
+        with, or None to keep its own. If ``join`` is None, the peer keeps its own.
       clock: a clock, in seconds.
     """
 
@@ -253,7 +253,7 @@ class StepBoundary:
         return wanted
 
     def _ask_and_rest(self) -> None:
-        """Ask, and then stay free for the requests of others for about as long as that took.
+        """Ask, and then stay free for others' requests for about as long as asking took.
 
         If peers asked all the time, each would be busy whenever another one asks, and none would
         ever average. After a timeout, which took ``exchange_s``, a peer asks again at once.

@@ -42,7 +42,7 @@ class Supervisor:
       config: the run's config.
       folder: the run directory.
       steps: steps of the run, after which no peer is replaced.
-      before: the manifest that earlier sessions have left.
+      before: the manifest from earlier sessions.
       say: prints a line for the user.
       actors: starts the peers.
       data: facts about the data on which all peers must agree; None: they are not compared.

@@ -82,7 +82,7 @@ class Channel:
         threading.Thread(target=self._send_all, daemon=True).start()
 
     def send(self, key: Key, value: PyTree) -> None:
-        """Send None, or a tree of tuples, dicts and arrays, which may still be computing.
+        """Send None, or a tree of tuples, dicts and arrays, which need not be computed yet.
 
         Raises:
           PeerLost: an earlier message could not be sent.

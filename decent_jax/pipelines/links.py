@@ -35,7 +35,7 @@ class Probe:
 def measure(
     config: Config, num_bytes: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
-    """As `decent_jax.cluster.preflight.measure`, between Ray's nodes; also returns their names.
+    """Like `decent_jax.cluster.preflight.measure`, between Ray's nodes; also returns their names.
 
     Args:
       config: a config whose ``ray.address`` names the cluster.
@@ -53,7 +53,7 @@ def measure(
 def measured(
     config: Config, actors: Actors, num_bytes: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray, str, list[str]]:
-    """See `measure`; ``actors`` are those of the cluster."""
+    """See `measure`; ``actors`` run on the cluster."""
     ray, nodes = config.ray, actors.nodes()
     if len(nodes) < 2:
         why = "must be a Ray cluster of several nodes: one has no link to measure"

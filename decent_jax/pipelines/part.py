@@ -64,7 +64,7 @@ class Part(NamedTuple):
         return self.task.config.tied and self.is_last and not self.is_first
 
     def of_whole(self, params: PyTree) -> PyTree:
-        """The stage's parameters, selected from those of the whole model."""
+        """The stage's parameters, selected from the whole model's."""
         params = decoders.part(self.task.config, params, self.start, self.stop)
         return {name: params[name] for name in params if not (self.borrows and name == TABLE)}
 

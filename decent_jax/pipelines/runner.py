@@ -48,7 +48,7 @@ def run(config: Config, workdir: str | Path) -> Json:
 
 
 def dry_run(config: Config) -> None:
-    """Let all workers make a few steps, of which the first compile and the others are timed.
+    """Let all workers make a few steps; the first ones compile, and the others are timed.
 
     Raises:
       ConfigError: the run would be refused.

@@ -49,7 +49,7 @@ class Stage:
         micro-batch k added, and the message to the previous stage; ``dy`` comes from the next
         stage, None in the last.
       zeros: (params, borrowed) -> the initial ``total``: (L,) losses, and gradients of both trees.
-      squares: gradients (L, ...) -> (L,) their sums of squares.
+      squares: gradients (L, ...) -> their sums of squares, (L,).
       evaluate: (params, borrowed, x, tokens, weights) of a single model, not stacked -> the message
         to the next stage; from the last stage, sums over a batch.
 

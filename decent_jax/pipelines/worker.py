@@ -103,7 +103,7 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
     """Create a worker's stage, after jax has connected the replicas of this stage.
 
     Raises:
-      ConfigError: the data cannot be used here, or differ from those of `train.py`, ``data``.
+      ConfigError: the data cannot be used here, or differ from ``data``, the data of `train.py`.
     """
     config = worker.config
     xla.use_cache()
@@ -133,7 +133,9 @@ def _task(config: Config, workdir: Path, announce: Callable) -> Any:
 
 
 class Worker:
-    """The actor. Ray calls its methods from a pool of threads, but at most one of them trains.
+    """The Ray actor of one pipeline stage of one replica.
+
+    Ray calls its methods from a pool of threads, of which at most one trains.
 
     Args:
       worker: its position in the grid, and its run.
@@ -184,7 +186,7 @@ class Worker:
         """Exchange a number with the other replicas of the stage, once all workers are open.
 
         gloo connects at the first exchange and waits at most 30 s for the slower process. That is
-        too short while a process compiles a large program; this exchange compiles at once.
+        too short while a process compiles a large program; this exchange compiles quickly.
         """
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("open")

@@ -23,7 +23,7 @@ _THREADS = 4  # of an actor: heartbeats, training, writing
 
 
 class Workers:
-    """The actors of a grid; a context that kills all of them at the end.
+    """The actors of a grid; leaving the context kills all of them.
 
     Attributes:
       specs: position and run of each worker, replica by replica, in the order of all results.
@@ -182,8 +182,8 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
     """The machine of each worker, replica by replica; None: Ray chooses.
 
     Args:
-      plan: its device ``host/k`` is on the Ray node with the name (``ray start --node-name``) or
-        the host name ``host``; None: no plan.
+      plan: its device ``host/k`` is on the Ray node whose name (``ray start --node-name``) or host
+        name is ``host``; None: no plan.
       there: the machines of the cluster.
       count: number of workers.
 
@@ -202,7 +202,7 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
 
 
 class WorkerCheckpoints:
-    """As `decent_jax.checkpoints.on_disk.Checkpointer`, but the workers write.
+    """Like `decent_jax.checkpoints.on_disk.Checkpointer`, but the workers write.
 
     Args:
       workdir: the run directory.

@@ -4,7 +4,7 @@ A plan belongs to one cluster. It lists the devices in the order of the replicas
 devices or another number of replicas refuses it.
 
 >>> plan = Plan(("b/0", "a/0"), topology.make("one_peer_exp", 2))
->>> plan.device_order(["a/0", "b/0"])       # replica 0 goes on the second device, b/0
+>>> plan.device_order(["a/0", "b/0"])       # replica 0 uses the second device, b/0
 [1, 0]
 """
 
@@ -30,7 +30,7 @@ class Plan:
       ``devices[i * stages + s]``.
     schedule: the communication schedule, which `topology.make` can make from its name.
     mix_every: steps from one round to the next.
-    expected: predictions by name, for people; no run reads them.
+    expected: predictions by name, for readers; no run uses them.
     stages: number of stages per replica, each on its own device.
     """
 

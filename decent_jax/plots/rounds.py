@@ -14,7 +14,7 @@ MOST_ROUNDS, COLUMNS = 12, 6
 
 
 def draw(schedule: Schedule) -> Figure:
-    """Draws every round (the first twelve) as a graph and as its matrix, six rounds in a row.
+    """Draws every round (at most twelve) as a graph and as its matrix, six rounds in a row.
 
     An arrow points from sender to receiver; a line without a head stands for both directions. The
     larger the weight, the thicker the line.

@@ -161,7 +161,7 @@ def _blocks(text: str) -> tuple[int, ...]:
 
 
 def eval_sizes(data: Data) -> tuple[int, int]:
-    """(side of the crop, shorter side before the crop) in evaluation, in pixels.
+    """The side of the evaluation crop, and the shorter side before the crop, in pixels.
 
     >>> names = "image_size", "eval_size", "eval_resize"
     >>> given = (32, 0, 0), (224, 0, 0), (224, 256, 0), (224, 256, 260)

@@ -183,7 +183,7 @@ def _data_folder(config: Config, workdir: Path) -> Path:
 class LanguageModeling(Task):
     """Next-token prediction; see `decent_jax.tasks.Task`.
 
-    A batch is integer tokens (B, context + 1), and losses are in nats per token.
+    A batch consists of integer tokens (B, context + 1), and losses are in nats per token.
 
     Raises:
       DataError: ``folder`` cannot be used.

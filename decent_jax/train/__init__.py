@@ -40,7 +40,8 @@ def run(config: ConfigDict, workdir: str | Path) -> Json:
     Raises:
       ConfigError: the config, the data or the run directory cannot be used; nothing has been
         compiled or written.
-      TrainingFailed: no finite update in 20 consecutive steps, or a record, peer or worker failed.
+      TrainingFailed: no update was finite in 20 consecutive steps, or a record, peer or worker
+        failed.
       CheckpointError: no checkpoint can be read, or one could not be written.
       PeerLost: another process of the run was lost.
       Interrupted: a signal stopped the run, after a checkpoint was saved.

@@ -1,4 +1,4 @@
-"""The algorithm of a config as an optax transformation, and its cost.
+"""A config's algorithm as an optax transformation, and its cost.
 
 ``optimizer.name`` is one of the project's own optimizers, or the dotted name of any other with its
 arguments: ``"optax.contrib.muon(beta=0.9)"``.
@@ -97,7 +97,7 @@ def numbers_of(config: Config, method: MethodSpec) -> dict[str, Any]:
 
 
 def optimizer_name(config: Config) -> str:
-    """The name of the local optimizer: ``optimizer.name``, or the algorithm's first if it is empty.
+    """The name of the local optimizer: ``optimizer.name``, or else the algorithm's default.
 
     Raises ValueError if the algorithm does not work with this optimizer.
     """
@@ -261,7 +261,7 @@ def hidden_matrices(params: PyTree) -> PyTree:
 
     These are the matrices of hidden layers, and convolution kernels (height, width, in, out) as
     matrices (height width in, out). As Jordan et al. 2024 recommend, embeddings and output layers
-    stay with Adam; they are identified by name, `NOT_HIDDEN`.
+    stay with Adam; they are identified by the names in `NOT_HIDDEN`.
     """
     axes = {2: ((0,), (1,)), 4: ((0, 1, 2), (3,))}
 

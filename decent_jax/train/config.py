@@ -164,7 +164,7 @@ def check_run(config: Config) -> None:
 
 
 def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
-    """Make the checks of every kind of run; the ``check`` of each of `TRAINERS` calls this.
+    """Make the checks common to all kinds of runs; the ``check`` of each of `TRAINERS` calls this.
 
     Returns:
       The schedule, and the plan if the config names one.

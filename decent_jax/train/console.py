@@ -11,7 +11,7 @@ from decent_jax.ground.progress import Progress, announce
 
 
 class Console:
-    """Lines, waits and progress on the terminal; only process 0 prints.
+    """Shows lines, waits and progress on the terminal; only process 0 prints.
 
     Attributes:
       quiet: True in all processes but the first.

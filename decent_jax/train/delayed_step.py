@@ -70,7 +70,7 @@ class Outgoing(NamedTuple):
 class DelayedStep(NamedTuple):
     """Code for one device: steps and the message that overlaps them, in one program or in parts.
 
-    delayed: the messages of the method.
+    delayed: the method's messages.
     schedule: the communication schedule.
     placement: the replicas and their devices.
     mixes_state: whether the model state is averaged too, when the message arrives.
@@ -124,7 +124,7 @@ class DelayedStep(NamedTuple):
         """The state after ``delayed.delay`` steps, and the metrics of each step.
 
         XLA starts the message before a loop over the steps and waits for it after the loop. A mean
-        of groups has two stages; each overlaps a loop over half of the steps.
+        over groups has two stages; each overlaps a loop over half of the steps.
 
         Args:
           state, rnd: see `decent_jax.train.step.make_step`.

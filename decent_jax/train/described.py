@@ -1,4 +1,4 @@
-"""Compiles a config's step for devices that are not here: ``train.py --check --on v5e:4x4``.
+"""Compiles a config's step for devices that this machine lacks: ``train.py --check --on v5e:4x4``.
 
 XLA needs only a description of the devices. Nothing runs: the result is a compiled schedule, not a
 measurement.
@@ -61,7 +61,7 @@ H100_BANDWIDTH, H100_FLOPS = 3.35e12, 600e12  # bytes, and products of bfloat16,
 
 
 class Target(NamedTuple):
-    """Devices that are described to XLA and need not be here.
+    """Devices that are described to XLA and need not be present.
 
     name: the value of ``--on``.
     by_process: the devices of each process.
@@ -328,7 +328,7 @@ def _lines(
     flops *= placement.block / placement.fsdp
     peak = peak_of(device.device_kind)
     least = f": at least {format_number(1e3 * flops / peak)} ms" if peak else ""
-    yield f"the model: {format_number(flops / 1e9)} GFLOP per device and step{least}"
+    yield f"the model: {format_number(flops / 1e9)} GFLOP per device per step{least}"
     yield from _messages(on, step)
     versions = f"jaxlib {jaxlib.version.__version__}"
     yield f"compiled in {format_number(seconds)} s by {versions}; scheduled, not run"

@@ -108,7 +108,7 @@ class Evaluator:
         return row, model
 
     def of_replicas(self, state: TrainState) -> dict[str, float]:
-        """Metrics of the separate replicas, such as ``top1_worst``, the lowest, and ``top1_mean``.
+        """Metrics of individual replicas, such as ``top1_worst``, the lowest, and ``top1_mean``.
 
         The worst loss is the highest. Each replica is evaluated with its own model state.
         """

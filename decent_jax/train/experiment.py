@@ -195,8 +195,8 @@ def hosts_of(placement: Placement) -> list[str]:
 def slices_of(placement: Placement) -> list[int] | None:
     """The slice of each replica on TPUs, None elsewhere.
 
-    Schedules treat a slice as a host: a fast network connects the hosts of a slice, a slow one the
-    slices.
+    Schedules treat a slice as a host: its hosts share a fast network, whereas slices are connected
+    by a slow one.
     """
     if placement.platform != "tpu":
         return None
@@ -345,7 +345,7 @@ def check_batch(
       config: the run's config.
       source: the training examples.
       processes: number of processes that share a batch.
-      together: number of these on this machine.
+      together: number of these processes on this machine.
     """
     if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
         return

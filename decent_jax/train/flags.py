@@ -107,7 +107,7 @@ def _shown(config: ConfigDict) -> str:
 def load(path_and_arguments: str) -> ConfigDict:
     """``get_config(arguments)`` of a config file; ``arguments`` is the text after the colon.
 
-    Files included in the package go by their names, such as ``"quickstart"``. A file may import
+    A file included in the package is given by its name, such as ``"quickstart"``. A file may import
     modules from its own folder, as a script may.
 
     Raises:

@@ -57,7 +57,7 @@ def entry(text: str) -> list[Instruction]:
     """The instructions of ``compiled.as_text()``, in the order in which they start.
 
     Raises:
-      ValueError: unknown syntax, which might contain a message.
+      ValueError: an instruction cannot be read and might be a message.
     """
     computations = _computations(text)
     shapes: dict[str, str] = {}
@@ -177,7 +177,7 @@ class Window(NamedTuple):
 
 
 def windows(instructions: list[Instruction]) -> list[Window]:
-    """The messages of the entry computation, without those in loops.
+    """The messages of the entry computation, except in loops.
 
     Raises:
       ValueError: a message ends that has not started.
@@ -245,7 +245,7 @@ def overlap(instructions: list[Instruction], time: Callable[[Instruction], float
       time: returns the time of a kernel, in any unit.
 
     Raises:
-      ValueError: the program has no message, or no kernel of a gradient.
+      ValueError: the program has no message, or no gradient kernel.
     """
     messages = windows(instructions)
     counted = [message for message in messages if message.kind in _PERMUTES] or messages

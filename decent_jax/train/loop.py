@@ -1,4 +1,4 @@
-"""The training loop, the same for every kind of run: time, rows, saving, signals and the end.
+"""The training loop of all kinds of runs: clock, rows, checkpoints, signals and conclusion.
 
 A `Runner` makes the steps: synchronous replicas (`decent_jax.train.synchronous`), a peer
 (`decent_jax.peers.step_boundary`) or pipelines (`decent_jax.pipelines.runner`). The loop processes
@@ -30,7 +30,7 @@ class Runner(Observed, Protocol):
     """The loop's interface to one kind of run.
 
     Attributes:
-      checkpoints: a `decent_jax.checkpoints.on_disk.Checkpointer`, or one with its interface.
+      checkpoints: a `decent_jax.checkpoints.on_disk.Checkpointer`, or an object like it.
       memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
       messages: entries of ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
@@ -46,7 +46,7 @@ class Runner(Observed, Protocol):
         ...
 
     def training(self, start: int, ahead: int, clock: Clock) -> AbstractContextManager[None]:
-        """A context that provides what the steps need, such as data.
+        """A context manager that provides what the steps need, such as data.
 
         Args:
           start: number of the first step.
@@ -56,7 +56,7 @@ class Runner(Observed, Protocol):
         ...
 
     def step(self, done: int, until: int) -> list[Json]:
-        """Dispatch steps after ``done``, at most up to ``until``; an empty list ends the run.
+        """Dispatch steps after ``done``, at most up to ``until``; an empty result ends the run.
 
         Returns:
           For each step, the metrics of `decent_jax.train.step.make_step` and, under ``measured``,
@@ -81,7 +81,7 @@ def train(
       runner: makes the steps.
       work: the run directory.
       clock: accounts for the time of the run; tests pass their own.
-      signals: end the run, polled after each step; tests pass their own.
+      signals: the signals that end the run, polled after each step; tests pass their own.
 
     Raises:
       TrainingFailed, CheckpointError, Interrupted: see `decent_jax.train.run`.
@@ -155,7 +155,7 @@ def make_steps(
     pause: Pause,
     steps: int,
 ) -> None:
-    """Make steps until there are ``steps`` or a signal arrives; let observers act between them.
+    """Make steps until ``steps`` are done or a signal arrives; let observers act between them.
 
     Every process makes the same steps and runs the same observers, because the processes first
     agree on what only one of them knows: the time, or a signal.

@@ -16,8 +16,8 @@ class Observer(Protocol):
     """Work that falls due between two steps, after the same steps in all processes.
 
     Attributes:
-      waits: whether it acts only once the steps have ended; otherwise it waits for them only if
-        they end a row.
+      waits: whether it acts only once the steps have ended; otherwise, the loop waits for them only
+        if they end a row.
     """
 
     waits: bool

@@ -47,7 +47,7 @@ class Observed(Protocol):
     def evaluate(self) -> Evaluate | None: ...
 
     def consensus(self) -> Consensus:
-        """The consensus distance of the state; its arrays may still be computing."""
+        """The consensus distance of the state; its arrays need not be computed yet."""
         ...
 
     def measured(self, done: int, steps: int, seconds: float) -> dict[str, float]:
@@ -56,7 +56,7 @@ class Observed(Protocol):
 
 
 def passed(every: int, before: int, done: int) -> bool:
-    """Whether work due ``every`` steps (0: never) fell due after step ``before``, up to ``done``.
+    """Whether work with period ``every`` (0: never) fell due after step ``before``, up to ``done``.
 
     If a message overlaps several steps, the work waits until the message has arrived.
 
@@ -73,7 +73,7 @@ class Rows:
     have work meanwhile; `settle` does so without new steps.
 
     Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
-    row; the learning rate, the skipped updates and the consensus distance are those of its last
+    row; the learning rate, the skipped updates and the consensus distance are taken at its last
     step.
 
     Args:
@@ -86,7 +86,7 @@ class Rows:
 
     Attributes:
       clock, writer: as above.
-      done: steps so far, including those that are still computing.
+      done: steps so far, including steps that are still running.
       step_s: seconds per step in the last row.
     """
 
@@ -121,7 +121,7 @@ class Rows:
         """The unfinished row, saved in checkpoints so that a resumed run writes the same row.
 
         With ``wait``, its sums are lists of numbers, equal in all processes; without, they are (n,)
-        arrays that may still be computing.
+        arrays that need not be computed yet.
         """
         sums = self._sums
         if wait and sums is not None:

@@ -75,7 +75,7 @@ def _sampled(source: Sequence[PyTree]) -> int | None:
 def check_data(
     config: Config, facts: dict[str, str], others: dict[str, str], here: str, there: str
 ) -> None:
-    """Refuse data whose facts differ from those of an earlier session or of another process.
+    """Refuse data whose facts differ from an earlier session's or another process's.
 
     Args:
       config: the run's config.
@@ -96,5 +96,5 @@ def check_data(
 
 
 def check_same_as_train_py(config: Config, task: Task, data: dict[str, str]) -> None:
-    """In an actor, refuse data whose facts differ from those of `train.py`, ``data``."""
+    """In an actor, refuse data whose facts differ from ``data``, the facts in `train.py`."""
     check_data(config, facts_of(config, task), data, f"on {socket.gethostname()}", "in train.py")

@@ -132,7 +132,7 @@ def restore_model(workdir: str | Path, which: str) -> Saved:
 
 
 def load_replicas(workdir: str | Path, step: int | None = None) -> Saved:
-    """All replicas' models (n, ...), from the newest intact checkpoint or that of ``step``.
+    """All replicas' models (n, ...), from the checkpoint of ``step`` or else the newest intact one.
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.

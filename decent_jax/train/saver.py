@@ -19,7 +19,7 @@ from decent_jax.train.same_data import check_data, facts_of
 
 
 class Saver:
-    """Saves checkpoints with their metadata; a context that waits until all are written.
+    """Saves checkpoints with their metadata; leaving the context waits for all of them.
 
     After `begin` it is a `decent_jax.train.observers.Observer`.
 
@@ -51,7 +51,7 @@ class Saver:
         """Continue from the checkpoint with this ``meta``.
 
         Raises:
-          ConfigError: the data differ from those of the checkpoint.
+          ConfigError: the data differ from the checkpoint's data.
         """
         before = meta.get("data", self._data)
         step = f"before step {meta['step']}"

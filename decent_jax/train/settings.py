@@ -1,8 +1,8 @@
 """The settings of a run: one frozen dataclass for each section of a config.
 
-Other rooms declare their sections beside their code (`decent_jax.checkpoints`,
+Other packages declare their sections beside their code (`decent_jax.checkpoints`,
 `decent_jax.monitor`, `decent_jax.cluster.start`, a task's ``Model`` and ``Data``, peers and
-pipelines); `decent_jax.train.config` adds those of tasks, methods and trainers.
+pipelines); `decent_jax.train.config` adds the sections of tasks, methods and trainers.
 """
 
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class Config(TaskConfig):
     """All settings of a run that do not depend on its task, its method or its trainer.
 
     `decent_jax.train.config.parse` returns an instance of a subclass that adds these: the task's
-    sections, and one section per trainer and per method with hyperparameters of its own.
+    sections, and one section for each trainer and each method with hyperparameters of its own.
     """
 
     trainer: str = setting(

@@ -233,7 +233,7 @@ class DeviceStep(NamedTuple):
     key: jax.Array
 
     def run(self, state: TrainState, batch: PyTree, t: jax.Array, *, rnd: int | None) -> PyTree:
-        """State and metrics after a step, or after those of a delayed message or a `Resident`."""
+        """State and metrics after a step, or after a delayed message's or a `Resident`'s steps."""
         if isinstance(batch, Resident):
             return self.resident(state, batch, t)
         if rnd is not None and self.delayed is not None:

@@ -39,7 +39,7 @@ def _call(compiled: jax.stages.Compiled, state: TrainState, batch: PyTree, t: in
 
 
 class Stepper:
-    """Makes the steps of a run: of all synchronous replicas, or of one peer.
+    """Makes the steps of all synchronous replicas, or of one peer.
 
     Args:
       experiment: the run to train.
@@ -167,10 +167,10 @@ class Stepper:
 
 
 class Programs:
-    """The compiled step of each round and each shape of batches.
+    """The compiled step for each round and each batch shape.
 
     The first round of a shape is compiled before its step, the others in background threads, so a
-    run with many rounds starts as soon as one with few. It is a context that stops the threads.
+    run with many rounds starts as soon as one with few. Leaving the context stops the threads.
 
     Attributes:
       blocks: when each round starts.
@@ -294,7 +294,7 @@ def shapes_of(batch: PyTree) -> Shapes:
 
 
 class Feed:
-    """The batches of this process on their way to the devices; a context that stops its threads.
+    """Reads this process's batches and moves them to the devices; on exit, its threads stop.
 
     Attributes:
       idle: notified of each step, because waiting for data is free while the devices are busy.
@@ -339,7 +339,7 @@ def init(experiment: Experiment) -> TrainState:
 
 
 def announce_cost(experiment: Experiment, work: Workdir, shapes: TrainState) -> algorithm.Cost:
-    """Compute and log a replica's cost; ``shapes`` are those of the stacked state, (n, ...)."""
+    """Compute and log a replica's cost; ``shapes`` describe the stacked state, (n, ...)."""
     config, schedule, per_host = experiment.config, experiment.schedule, experiment.per_host
     several = 1 < per_host < config.num_replicas
     cost = algorithm.cost(

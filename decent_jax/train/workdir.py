@@ -119,7 +119,7 @@ def open_workdir(workdir: str | Path, config: Config) -> Generator[Workdir]:
 
     Raises:
       ConfigError: another run writes to the directory, its run has another config, it cannot be
-        written, or no checkpoint could be read from a directory of this name.
+        written, or checkpoints would fail because of its name.
     """
     path = Path(workdir).absolute()
     if re.match(r"[A-Za-z][\w+.-]*:/", str(workdir)):

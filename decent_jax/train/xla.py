@@ -1,7 +1,7 @@
 """Compilation: XLA's options for a step, its memory, and the user's cache.
 
-The options that the user sets in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` take precedence over those
-here.
+The options that the user sets in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` take precedence over the
+ones here.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def _starts_early(fsdp: int, schedule: Schedule, tx: Method) -> bool:
 
 @functools.cache
 def known(name: str, value: object, device: jax.Device | None = None) -> bool:
-    """Whether this version of XLA has a compiler option; warns if it does not.
+    """Whether this version of XLA knows a compiler option; warns if it does not.
 
     Args:
       name, value: the option, and a value for it.

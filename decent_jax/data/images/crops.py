@@ -39,7 +39,7 @@ class TrainImages:
 
     Args:
       files: records with `data`, `label` and `name`, such as `image_folder.ImageFiles`.
-      size: height and width of a training image, pixels.
+      size: height and width of a training image, in pixels.
       whole: whether to take the largest centred square instead of a random part, for small images
         that are shifted later.
       alternate: the seed that selects about half of the images, which are mirrored in epochs 0, 2,
@@ -105,8 +105,8 @@ class EvalImages:
 
     Args:
       files: as for `TrainImages`.
-      size: height and width of an image, pixels.
-      resize: length of the picture's shorter side before the crop, at least `size`, pixels.
+      size: height and width of an image, in pixels.
+      resize: length of the picture's shorter side before the crop, in pixels, at least `size`.
     """
 
     def __init__(self, files, size: int, resize: int):

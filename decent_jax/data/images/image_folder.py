@@ -133,7 +133,7 @@ def whole_images(path: str | Path, split: str) -> ImageFiles:
     folders have no broken pictures.
 
     Raises:
-      DataError: as `open_images`, or more than a tenth of the pictures are broken.
+      DataError: as for `open_images`, or more than a tenth of the pictures are broken.
     """
     images = open_images(path, split)
     if isinstance(images._storage, _Files):

@@ -61,7 +61,7 @@ class Chunk:
     """Some documents of a source, or the single document of a .txt file.
 
     `data` is None (txt), bytes (jsonl) or strings (parquet); `row` is the number of the first line
-    or row, `offset` the position of the first byte, and `read` the number of bytes that the
+    or row, `offset` is the position of the first byte, and `read` is the number of bytes that the
     progress bar counts.
     """
 
@@ -79,7 +79,7 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
       The files, and how many files of each kind in the folders are not read.
 
     Raises:
-      DataError: a missing path, a file of another kind, or a folder without a readable file.
+      DataError: a path is missing, a file is of another kind, or a folder has no readable file.
     """
     by_path: dict[Path, DocumentSource] = {}
     left_out: Counter[str] = Counter()

@@ -57,7 +57,8 @@ def prepare(
       overwrite: replace a folder that an earlier call made, once the new one is complete.
 
     Returns:
-      The manifest: documents, tokens and hashes of each split, names of the inputs, tokenizer.
+      The manifest: for each split its hash and the numbers of documents and tokens; the names of
+      the inputs; and the tokenizer.
 
     Raises:
       DataError: the arguments or the data are wrong; the message is one sentence.

@@ -1,7 +1,7 @@
 """The quickstart's text: the running interpreter's standard library, which needs no download.
 
 Documents are the `.py` sources of the standard library and the prose topics of Python's `help()`
-(`pydoc_data.topics`), as bytes. Left out:
+(`pydoc_data.topics`), as bytes. These are left out:
 
 - packages installed on top: `site-packages`, `dist-packages`;
 - test suites: folders `test`, `tests`, `idle_test` and the like, files `test_*.py`;

@@ -220,7 +220,7 @@ class TokenFolderWriter(Draft):
         self._largest[split] = max(self._largest[split], largest)
 
     def commit(self, **entries) -> dict:
-        """Renames the finished folder into place and returns its manifest, with `entries`.
+        """Renames the finished folder into place and returns its manifest, including `entries`.
 
         Raises:
           DataError: another process's folder has appeared at `out`, and `overwrite` is False.

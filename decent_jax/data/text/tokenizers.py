@@ -47,7 +47,7 @@ class Tokenizer:
       vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
       unknown: the id for text outside the vocabulary, -1 if there is none.
-      files: file name -> bytes, needed to decode the tokens and kept in their folder.
+      files: the files that decoding needs, as {name: content}; the prepared folder keeps them.
     """
 
     name: str
@@ -229,7 +229,7 @@ def load(name: str, end_of_text: str | int | None = None) -> Tokenizer:
       end_of_text: the token that ends a document in a tokenizer.json, or its id.
 
     Raises:
-      DataError: an unknown name, a missing or damaged file, or a download that fails.
+      DataError: the name is unknown, a file is missing or damaged, or the download fails.
     """
     if name.endswith(".json"):
         return _load_json(Path(name), end_of_text)
@@ -286,7 +286,7 @@ def from_manifest(folder: str | Path) -> Tokenizer:
     """The tokenizer of the prepared folder `folder`, from that folder alone.
 
     Raises:
-      DataError: no manifest, or tokenizer files that do not match it.
+      DataError: there is no manifest, or the tokenizer's files do not match it.
     """
     path = Path(folder) / "manifest.json"
     otherwise = "not a manifest that says which tokenizer made it"

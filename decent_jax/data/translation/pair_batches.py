@@ -1,8 +1,8 @@
 """Batches of sentence pairs by token count: similar lengths together, in a few static shapes.
 
 XLA compiles a program for every shape, and padding is wasted work. `TokenBatches` therefore chooses
-a limited number of shapes, by the longer side of a pair, that minimize padding. Every batch is a
-pure function of lengths, seed, step and replica, so resuming replays nothing and any process may
+a limited number of shapes, by the longer side of a pair, so as to minimize padding. Every batch is
+a pure function of lengths, seed, step and replica, so resuming replays nothing and any process may
 ask for any batch.
 
 >>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]

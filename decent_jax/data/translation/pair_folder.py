@@ -53,7 +53,7 @@ class TranslationPairs:
       lengths: (N, 2) uint16, the numbers of ids of source and target, without special ids.
 
     Raises:
-      DataError: no such folder or split, or a file does not have the length in the manifest.
+      DataError: there is no such folder or split, or a file's length differs from the manifest.
     """
 
     def __init__(self, folder: str | Path, split: str):
@@ -278,7 +278,7 @@ class TranslationFolderWriter(Draft):
         self.tokens[split] += lengths.sum(0, dtype=np.int64)
 
     def commit(self, vocabulary: Subwords, **entries) -> dict:
-        """Renames the finished folder into place and returns its manifest, with `entries`.
+        """Renames the finished folder into place and returns its manifest, including `entries`.
 
         Raises:
           DataError: another process's folder has appeared at `out`, and `overwrite` is False.

@@ -30,7 +30,7 @@ class Lines(NamedTuple):
     """Some pairs of a source, as UTF-8 without line ends.
 
     `places` are the names of the two sides for messages, `line` is the number of the first line,
-    and `read` the bytes that progress counts.
+    and `read` is the number of bytes that the progress bar counts.
     """
 
     source: list[bytes]
@@ -121,7 +121,7 @@ def find_inputs(
       val, test: paths that replace the folders' validation and test pairs.
 
     Raises:
-      DataError: nothing readable is there, a side is missing, or a file is given twice.
+      DataError: a path names nothing readable, a side is missing, or a file is given twice.
     """
     result = Inputs([], [], [])
     for path in map(Path, inputs):
