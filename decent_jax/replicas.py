@@ -299,8 +299,8 @@ def consensus_mean(
 ) -> PyTree:
     """The consensus model: the mean over the replicas that are finite.
 
-    Integers, such as step counts, take the largest value, and random keys the first. An array that
-    is not finite on any replica, such as an optimizer's best loss before the first step, is
+    Integers, such as step counts, take the largest value, and random keys take the first. An array
+    that is not finite on any replica, such as an optimizer's best loss before the first step, is
     averaged over all replicas and keeps its infinities.
 
     Args:

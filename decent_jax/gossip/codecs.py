@@ -44,8 +44,7 @@ class Codec:
     seed: int = 0
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Array:
-        """The random numbers that `encode` needs for an array of this shape, or None if it needs
-        none.
+        """The random numbers that `encode` needs for an array of this shape, or None.
 
         Args:
           key: different for every step, array and sender, because replicas must round

@@ -30,7 +30,7 @@ def means(
     """The mean of (block, ...) over each replica's group of g, and which rows are then finite.
 
     finite: (block,) bool, or None. A finite replica keeps the weight of non-finite members itself;
-      a non-finite one takes the mean of its finite members, or NaN if there are none.
+      a non-finite one takes the mean of the finite members, or NaN if there are none.
     """
 
     def mean(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@
 `on_mesh` and `mix_on` wrap it for stacked arrays inside `jax.jit`.
 
 Rounds are static: one executable per round. `decent_jax.gossip.permute` turns a round's
-permutations into collectives, and `decent_jax.gossip.groups` its messages between groups. To
+permutations into collectives; `decent_jax.gossip.groups` does so for messages between groups. To
 *simulate* many graphs or lost messages in one executable, pass a `Simulated` round.
 """
 
@@ -54,9 +54,10 @@ RoundId = int | Simulated | None
 class Between(NamedTuple):
     """Arrays for which the second stage of a group mean waits.
 
-    They may be the parameters after half of the steps that a message overlaps. First chunks travel
-    to their owners, then means travel back. XLA hides each stage behind a loop of steps, but not a
-    mean in one piece (jaxlib 0.12). If groups send to each other, the last phase waits.
+    They may be, for example, the parameters after half of the steps that a message overlaps. Chunks
+    travel to their owners first, and means travel back later. XLA hides each stage behind a loop of
+    steps, but not a mean in one piece (jaxlib 0.12). If groups send to each other, the last phase
+    waits.
     """
 
     arrays: PyTree

@@ -123,7 +123,7 @@ class ReplicaAxis:
 def _check_one_device(rows: jax.Array, name: str) -> None:
     """Warns if vmapped replicas seem to lie on several devices; raises ValueError if they do.
 
-    The type of a traced array shows how Explicit axes of a mesh shard it, but nothing about Auto
+    The type of a traced array shows how Explicit axes of a mesh shard it, but does not show Auto
     axes. For those, the hint is an axis of the current mesh with the name of the vmapped axis.
     """
     told = (

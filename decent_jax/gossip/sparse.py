@@ -41,8 +41,8 @@ class ChunkedTopK(Codec):
 
     An array is cut into chunks of ``chunk`` numbers (a single chunk if it is smaller; the last one
     is zero-padded). The 2 bits are a number's sign, and whether its magnitude is at least the mean
-    of those sent from its chunk. Receivers decode the number as the mean of its half, sent as one
-    bfloat16 per half and chunk. The decoded array is always closer to x than zero is.
+    of those sent from its chunk. Receivers decode the number as the mean of its half; each chunk
+    sends both means as bfloat16. The decoded array is always closer to x than zero is.
 
     The defaults are SparseLoCo's (Sarfi et al. 2025), 64 of 4096: 116 bytes instead of 16,384.
     """

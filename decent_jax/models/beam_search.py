@@ -46,7 +46,7 @@ def beam_search(
     alive hypothesis can become better than the worst finished one. `PAD` and `START` are never
     chosen. A result does not depend on the other sentences of the batch, or on its padding.
 
-    Compiled once per shape of ``source``, ``beam`` and ``max_extra``.
+    Compiles once for each shape of ``source`` and each value of ``beam`` and ``max_extra``.
 
     Args:
       config: the model's shape and numerics.

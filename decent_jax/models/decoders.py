@@ -29,7 +29,7 @@ def init(config: Config, key: jax.Array) -> Params:
     """Draws the initial parameters: a nested dict of float32 arrays.
 
     Matrices are normal with standard deviation ``init_std``; those that write into the residual
-    stream are scaled by ``1 / sqrt(2 * layers)``. Biases are 0, scales of norms 1.
+    stream are scaled by ``1 / sqrt(2 * layers)``. Biases are 0, and norm scales are 1.
     """
     return pieces.init(network(config), config, key)
 

@@ -258,8 +258,8 @@ def init(config: Config, key: jax.Array) -> tuple[Params, Statistics]:
     """Draws the initial parameters and statistics: nested dicts of float32 arrays.
 
     In a ResNet, convolutions are normal with variance ``2 / (outputs * size**2)`` (He et al.,
-    2015), and the last layer is uniform within ``features ** -0.5``. Scales are 1 (the last of a
-    block 0), biases and means 0, variances 1.
+    2015), and the last layer is uniform within ``features ** -0.5``. Scales (except the last of a
+    block, which is 0) and variances are 1; biases and means are 0.
     """
     module = config.network(config, rngs=nnx.Rngs(key))
     _, params, statistics = nnx.split(module, nnx.Param, nnx.BatchStat)

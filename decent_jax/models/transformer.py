@@ -100,7 +100,7 @@ class Transformer(nnx.Module):
             self.decoder_norm = layer_norm(config, rngs)
 
     def encode(self, source: jax.Array, rng: jax.Array | None = None) -> jax.Array:
-        """The encoder.
+        """Encodes source sentences.
 
         Args:
           source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` after the sentence. A token
@@ -125,7 +125,7 @@ class Transformer(nnx.Module):
         source_mask: jax.Array,
         rng: jax.Array | None = None,
     ) -> jax.Array:
-        """The decoder on given targets.
+        """Runs the decoder on given targets.
 
         Args:
           target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
@@ -284,7 +284,8 @@ def init(config: TransformerConfig, key: jax.Array) -> Params:
 
     Matrices are Xavier uniform, each by its own shape. The embedding is normal with standard
     deviation ``width ** -0.5``, so that scaled inputs and first logits have a variance of about 1.
-    Biases are 0, LayerNorm scales 1 (as in tensor2tensor and fairseq; the paper does not say).
+    Biases are 0, and LayerNorm scales are 1 (as in tensor2tensor and fairseq; the paper does not
+    say).
     """
     return pieces.init(Transformer, config, key)
 

@@ -165,8 +165,8 @@ def accum_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated Adam with L2 regularization.
 
-    ``g <- g + lambda x`` first (so it enters the moments and the window), then
-    `scale_by_accum_adam` and the learning rate. Arguments as in `accum_adamw`.
+    First ``g <- g + lambda x``, so the decay enters the moments and the window; then come
+    `scale_by_accum_adam` and the learning rate. The arguments are as in `accum_adamw`.
     """
     return optax.chain(
         optax.add_decayed_weights(weight_decay, mask),
@@ -176,7 +176,7 @@ def accum_adam(
 
 
 def drop_window(state: PyTree, accum_steps: int) -> PyTree:
-    """An optimizer state (of any nesting) without a partial window of accumulated gradients.
+    """An optimizer state (nested in any way) without a partial window of accumulated gradients.
 
     A change of the number of replicas needs this, because their windows hold different gradients:
     ``window`` becomes zero, and ``count`` returns to the last completed window. Adam has no

@@ -59,10 +59,10 @@ def decentralized(
     Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, with which a
     replica whose parameters became NaN never recovers).
 
-    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "atc" is also called DSGD), and
-    with momentum in ``inner`` DmSGD with local momentum. With `optax.adamw` it is decentralized
-    Adam, with `accum_adamw` Accumulated Adam. Over ``complete`` every H steps it is local SGD, and
-    over ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
+    Special cases are D-PSGD (``inner = optax.sgd(lr)``; Lian et al. 2017; "atc" is also called
+    DSGD), DmSGD with local momentum (momentum in ``inner``), decentralized Adam (`optax.adamw`),
+    Accumulated Adam (`accum_adamw`), local SGD (over ``complete`` every H steps) and Gossip-PGA
+    (over ``periodic_average(..., every=H)``; Chen et al. 2021).
 
     Args:
       inner: any optax transformation; clipping belongs here.
@@ -74,7 +74,7 @@ def decentralized(
         ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
         arXiv 2602.02899, uses a power of the learning rate over its peak).
       mix_rounds: k, rounds per mixing step, None for one: ``round=r`` stands for rounds ``k r`` to
-        ``k r + k - 1`` of the schedule, modulo its period, whose product is W.
+        ``k r + k - 1`` of the schedule, modulo its period; W is their product.
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
@@ -82,7 +82,7 @@ def decentralized(
 
     Raises:
       ValueError: an unknown ``combine``; a negative gamma; a schedule in which some replica's
-        weights do not sum to 1, or, with several ``mix_rounds``, that repeats a round in a period.
+        weights do not sum to 1; with several ``mix_rounds``, one that repeats a round in a period.
       TypeError: an ``update`` without ``round``, or with a traced one.
 
     Example:

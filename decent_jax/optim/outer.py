@@ -75,7 +75,8 @@ def diloco(
     where the mean is encoded once more, with the same bits for all replicas
     (`decent_jax.gossip.groups.coded_means`). This stores e, one more copy of the parameters.
 
-    With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, MuLoCo.
+    With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, it is
+    MuLoCo.
 
     It sends one message of a fragment's size per round and stores the outer parameters (``theta``),
     the outer optimizer's state (one copy for momentum), and one more copy while a message is in

@@ -1,4 +1,4 @@
-"""The core of DiLoCo, NoLoCo and SparseLoCo: local steps, and in every round an outer step.
+"""The core of DiLoCo, NoLoCo and SparseLoCo: local steps, with an outer step in every round.
 
 An outer step moves one fragment of the parameters; its message can overlap local steps.
 """
@@ -44,7 +44,7 @@ def outer_steps(
     delay: int = 0,
     carry: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """A method of local steps, and in every round an outer step on one fragment.
+    """A method of local steps, with an outer step on one fragment in every round.
 
     Args:
       inner: the local optimizer.

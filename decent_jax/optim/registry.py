@@ -92,20 +92,21 @@ class MethodSpec:
     """A registered method: its factory, its options and its costs.
 
     name: in `METHODS` and configs.
-    make: the factory: from the parts it names and its own numbers to the transformation.
+    make: the factory: from the parts it names and its hyperparameters to the transformation.
     optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
       "sgd", "muon". If the factory takes no ``inner``, they name the method's own form.
     orders: its combine orders; the first is the default.
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
     copies: arrays of the parameters' size in its state, besides the local optimizer's, with its
-      default numbers and order.
-    section: the section of a config with its numbers; None: named like the method; "": no section.
-    sent: a function of the parameters, the parts and all numbers that returns the bytes of one
-      message, averaged over the rounds.
-    phases: a function of all numbers that returns how many rounds of a static schedule the method
-      treats differently; configs repeat the schedule that many times.
-    pairwise: None if the method needs rounds, or a function of all numbers that returns the update
-      of an asynchronous peer (`decent_jax.peers`) in a pairwise average: ``average(x, own,
+      default hyperparameters and order.
+    section: the section of a config with its hyperparameters; None: named like the method; "": no
+      section.
+    sent: a function of the parameters, the parts and all hyperparameters that returns the bytes of
+      one message, averaged over the rounds.
+    phases: a function of all hyperparameters that returns how many rounds of a static schedule the
+      method treats differently; configs repeat the schedule that many times.
+    pairwise: None if the method needs rounds, or a function of all hyperparameters that returns the
+      update of an asynchronous peer (`decent_jax.peers`) in a pairwise average: ``average(x, own,
       snapshot, pull) -> (x, own)``. It takes the current x and state of the method, the snapshot
       that the peer sent, and half (or the weighted share) of the partner's snapshot minus this one,
       so that ``snapshot + pull`` is the mean of both snapshots.
@@ -150,7 +151,7 @@ class MethodSpec:
 
     @property
     def config_section(self) -> str:
-        """The section of a config that holds its numbers; "" for the config itself."""
+        """The section of a config that holds its hyperparameters; "" for the config itself."""
         return self.name if self.section is None else self.section
 
     @property
@@ -163,7 +164,7 @@ class MethodSpec:
 
         Raises:
           ValueError: a number out of range, or an unsupported order, format or schedule.
-          TypeError: an unknown number.
+          TypeError: an unknown hyperparameter.
         """
         if parts.combine and parts.combine not in self.orders:
             raise ValueError(
@@ -202,7 +203,7 @@ class MethodSpec:
 
 
 def _fields(number: inspect.Parameter) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a dataclass among the numbers, by their names in a config."""
+    """The fields of a dataclass among the hyperparameters, by their names in a config."""
     if not dataclasses.is_dataclass(number.default):
         return {}
     return {f"{number.name}_{field.name}": field for field in dataclasses.fields(number.default)}
@@ -218,7 +219,7 @@ def register(
     """Registers a method under its name, for `METHODS` and configs.
 
     Call it in the method's module. A config file that imports the module of your own method then
-    has a section with the method's numbers.
+    has a section with the method's hyperparameters.
 
     Args:
       name, make: fields of `MethodSpec`.

@@ -63,7 +63,8 @@ def swarm(
       inner: the local optimizer; its state stays local.
       schedule: pairs in every round, such as ``random_matching`` (of an r-regular graph with
         ``degree=r``), ``hypercube`` or ``ring``.
-      combine: ``"awc"`` averages published snapshots, ``"atc"`` the parameters of this step.
+      combine: ``"awc"`` averages published snapshots, and ``"atc"`` averages this step's
+        parameters.
       axis_name: as in `decentralized`.
       distance: reach of the lattice at the first average, see `decent_jax.gossip.codecs`.
       bits: 8, 16 or 32 per parameter; 32 sends parameters uncompressed.

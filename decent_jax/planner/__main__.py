@@ -96,7 +96,7 @@ def _recommend(args: Options) -> None:
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
         then: train.py --config ... --config.cluster.plan=plan.json
 
-    The fastest step comes first; among steps within 1%, the one whose replicas agree soonest.
+    The fastest step comes first or, among steps within 1%, the one whose replicas agree soonest.
     docs/results.md lists what formats and longer intervals cost in loss; allow only what you
     accept.
     """

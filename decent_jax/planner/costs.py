@@ -254,7 +254,7 @@ def all_reduce_phases(
     """The phases of a mean of ``num_bytes`` over all devices, or in every group at the same time.
 
     - ``ring``, ``tree``: see `ring_phase`, `tree_phase`;
-    - ``auto``: for each group the faster of the two, as NCCL's tuner is meant to choose;
+    - ``auto``: for each group the faster of these two, as NCCL's tuner should choose;
     - ``hierarchical``: reduce-scatter inside each node, ring all-reduce of the shards across
       nodes, all-gather inside. Collective libraries do not do this by themselves.
 

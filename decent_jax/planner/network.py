@@ -113,7 +113,7 @@ def load(path: str | Path) -> Network:
     """A network from a JSON file, with every check of `from_matrices`.
 
     Keys: ``"format": "decent_jax.network/1"``, ``latency_s`` and ``bandwidth_bytes_per_s`` (n x n,
-    row i for what device i sends; the diagonal is not read) and, if known, ``node``,
+    entry [i, j] for messages from device i to j; the diagonal is not read) and, if known, ``node``,
     ``nic_bytes_per_s`` and ``names``.
 
     Raises:
@@ -143,7 +143,7 @@ def from_matrices(
     names: Sequence[str] | None = None,
     symmetrize: bool = False,
 ) -> Network:
-    """A network from measured matrices, (n, n), with row i for what device i sends.
+    """A network from measured (n, n) matrices; entry [i, j] is for messages from device i to j.
 
     The two directions of a link may differ by 25% (latencies also by 50 us). More is refused,
     because it usually means that one direction was measured while something else used the network.

@@ -33,8 +33,8 @@ class Prediction:
 
     step_s: the whole step.
     compute_s: forward, backward and update of the slowest machine on average.
-    exposed_s: communication that nothing hides: the rest of a step if compute were constant.
-    waiting_s: what remains, because compute varies: waiting for late replicas.
+    exposed_s: communication not hidden by compute: the rest of a step if compute were constant.
+    waiting_s: the remainder: waiting for late replicas, because compute varies.
     """
 
     label: str

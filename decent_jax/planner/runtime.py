@@ -182,7 +182,7 @@ class Gossip:
     """Gossip of parameters by a schedule.
 
     mix_every: H; every H-th step has a round.
-    combine: "awc" hides the round behind the step, "atc" exposes it.
+    combine: "awc" hides the round behind the step; "atc" exposes it.
     codec: the format of messages, one of `CODECS`; only float32 if the schedule sends sums.
     execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in

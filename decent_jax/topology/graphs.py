@@ -185,7 +185,7 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 
 
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
-    """Each replica after ``part`` averages with one replica of each of its sets, in ``matrix``.
+    """In ``matrix``, each replica after ``part`` averages with one replica of each set of the part.
 
     All replicas of the part hold its mean, and fewer replicas follow it than a set has members.
     ``remaining`` counts the replicas of the part and after it. With the weight |part| / (number of

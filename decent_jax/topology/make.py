@@ -34,7 +34,7 @@ def make(
     | ``base_k(max_degree=1)`` | groups of up to max_degree + 1 (Takezawa et al. 2023) | any |
     | ``grid(rows=...)`` | the neighbours in a rectangle | any |
     | ``torus(rows=...)`` | the neighbours in a rectangle that wraps around | any |
-    | ``star`` | replica 0 and each other | any |
+    | ``star`` | replica 0 with every other one | any |
     | ``random_matching(rounds=8, seed=0, degree=..., probability=1)`` | random pairs | any |
     | ``random_regular(degree=4, seed=0)`` | a random graph of equal degrees | n x degree even |
     | ``erdos_renyi(probability=..., seed=0)`` | a random graph of independent edges | any |

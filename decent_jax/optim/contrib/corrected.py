@@ -68,7 +68,8 @@ def d2(
     `exact_diffusion`.
 
     Raises:
-      ValueError: W changes, is not symmetric, or has an eigenvalue below -1/3 (near it: a warning).
+      ValueError: W changes, is not symmetric, or has an eigenvalue below -1/3 (close to it, d2
+        warns).
 
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
