@@ -85,9 +85,8 @@ def test_sources_that_cannot_be_shared_out():
 SOURCE = Labelled(np.arange(103) % 2)
 
 
-def stream(steps, *, processes=1, shares=None, n=4, **kwargs):
+def stream(steps, *, shares, processes=1, n=4, **kwargs):
     """(steps, n, B): the records of global batches put together from ``processes``."""
-    shares = shares or partition.dirichlet(SOURCE.labels, n, 0.3, seed=0)
     parts = []
     for replicas in np.split(np.arange(n), processes):
         with loader.train_batches(
@@ -97,17 +96,7 @@ def stream(steps, *, processes=1, shares=None, n=4, **kwargs):
     return np.concatenate(parts, axis=1)
 
 
-def test_the_same_records_in_any_number_of_processes_from_any_step():
-    wanted = stream(30, seed=5, batch_size=12)
-    assert wanted.shape == (30, 4, 3)
-    for processes in (2, 4):
-        got = stream(30, seed=5, batch_size=12, processes=processes)
-        np.testing.assert_array_equal(got, wanted)
-    got = stream(3, seed=5, batch_size=12, start_step=20, processes=2, prefetch=0)
-    np.testing.assert_array_equal(got, wanted[20:23])
-
-
-def test_each_replica_reads_its_own_records_once_an_epoch():
+def test_each_replica_reads_its_own_records_once_an_epoch_in_any_number_of_processes():
     shares = partition.dirichlet(SOURCE.labels, 4, 0.3, seed=0)
     batches = stream(25, seed=5, batch_size=12, shares=shares)  # 25 records a replica: 3 epochs
     for replica in range(4):
@@ -117,6 +106,10 @@ def test_each_replica_reads_its_own_records_once_an_epoch():
     ranks = np.stack([np.searchsorted(shares.records(r), batches[:, r].ravel()) for r in range(4)])
     assert len(set(map(tuple, ranks))) == 4  # each in an order of its own
     assert not np.array_equal(batches, stream(25, seed=6, batch_size=12, shares=shares))
+    own = {"seed": 5, "batch_size": 12, "shares": shares}
+    np.testing.assert_array_equal(stream(25, processes=4, **own), batches)
+    later = stream(3, start_step=20, processes=2, prefetch=0, **own)
+    np.testing.assert_array_equal(later, batches[20:23])
 
 
 # --- whole runs -----------------------------------------------------------------------------------

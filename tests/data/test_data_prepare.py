@@ -59,13 +59,6 @@ def test_arguments(kind, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("decent-jax prepare: workers") and error.endswith("got 0")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-    with pytest.raises(SystemExit):
-        main([kind, "--help"])
-    said = capsys.readouterr().out
-    assert "example, " in said and f"decent-jax prepare {kind} " in said
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert kind in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -175,6 +175,8 @@ def test_a_share_of_the_training_pairs(tmp_path):
     assert sorted(train + val) == sorted(pairs) and 10 < len(val) < 80
     assert not {en for en, _ in train} & {en for en, _ in val}
     assert TranslationPairs(out, "val").sentences(1) == [de for _, de in val]
+    with refuses("'test'", "train, val", error=DataError):
+        TranslationPairs(out, "test")
 
 
 def test_no_training_pair_is_left_whatever_the_share(tmp_path):
@@ -255,7 +257,6 @@ CASES = {
     "only empty sides": ({"train.de": "\n\n \n"}, "train split", "3 empty"),
     "no val left": ({"val.de": "\n"}, "val split", "1 empty"),
     "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, "train.de, line 2"),
-    "utf-8 of the source": ({"train.en": b"u\nv \xff w\nx\n"}, "train.en, line 2"),
     "utf-16": ({"val.en": "g".encode("utf-16")}, "val.en, line 1"),
     "long words": (LONG_WORDS, "4192 bytes"),
     "truncated": ({"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]}, "train.en.gz"),
@@ -309,15 +310,6 @@ def test_bad_arguments(given, keywords, named, tmp_path, monkeypatch):
     with refuses(*named, error=DataError):
         prepare(given, "../out", **{"languages": ("en", "de")} | keywords)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_without_test_pairs(packed, tmp_path):
-    folder = shutil.copytree(packed, tmp_path / "in")
-    for language in ("en", "de"):
-        (folder / f"test.{language}.gz").unlink()
-    prepare(folder, tmp_path / "out", ("en", "de"), vocab_size=VOCAB)
-    with refuses("'test'", "train, val", error=DataError):
-        TranslationPairs(tmp_path / "out", "test")
 
 
 def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):

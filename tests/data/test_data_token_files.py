@@ -109,9 +109,6 @@ def test_the_type_of_ids_is_found(kind, data):
         found = token_folder.token_type(path, vocabulary)
         read = TokenWindows(path, 300, found)[0]
         np.testing.assert_array_equal(read, ids)
-        assert (
-            pickle.loads(pickle.dumps(TokenWindows(path, 300, found)))[0].tolist() == read.tolist()
-        )
         if found.itemsize > 1:  # a file that is cut within a token is of no narrower type
             path.write_bytes(path.read_bytes()[: -found.itemsize // 2])
             with pytest.raises(DataError):
@@ -238,13 +235,8 @@ def test_every_record_once_an_epoch_and_reshuffled(source):
     np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(50), (4, 1)))
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert not np.array_equal(epochs[0], np.arange(50))
-
-
-def test_seeds_are_not_shifts_of_each_other(source):
-    def order(seed):
-        return stream(source, 10, seed=seed, num_replicas=1, batch_size=50)[:, 0, :, 0]
-
-    assert not set(map(tuple, order(0))) & set(map(tuple, order(1)))
+    other = stream(source, 4, seed=1, num_replicas=1, batch_size=50)[:, 0, :, 0] // SEQ_LEN
+    assert not {*map(tuple, epochs)} & {*map(tuple, other)}  # no seed is a shift of another
 
 
 def test_records_may_be_trees():

@@ -208,20 +208,11 @@ def test_images_are_mirrored_in_every_other_epoch(folder):
     assert third == first and not any(by_image(epochs(plain, 1)[0]).values())
 
 
-class FewFiles:
+class FewFiles(list):
     """Records in memory."""
 
     class_names = ("a", "b", "c", "d")
-
-    def __init__(self, records):
-        self.records = records
-        self.labels = np.array([record.label for record in records])
-
-    def __len__(self):
-        return len(self.records)
-
-    def __getitem__(self, index):
-        return self.records[index]
+    labels = property(lambda records: np.array([record.label for record in records]))
 
 
 def test_evaluation_images(folder):

@@ -52,16 +52,9 @@ def test_the_packaged_region_table_is_dtfms():
     np.testing.assert_allclose(gbps, wanted_gbps, rtol=1e-12)
 
 
-def test_transfers_take_latency_and_bytes_over_bandwidth():
-    network = from_matrices(THREE_MS, THREE_GBIT)
-    assert network.transfer_s(0, 2, 5e8) == pytest.approx(2e-3 + 5e8 / 2.5e8)
-    assert network.transfer_s(1, 1, 5e8) == 0
-    assert network.num_devices == network.num_nodes == 3
-    assert network.names == ("node0/0", "node1/0", "node2/0")
-
-
 def test_a_machines_card_is_its_fastest_link_out_unless_given(tmp_path):
     assert from_matrices(THREE_MS, THREE_GBIT).nic_bytes_per_s.tolist() == [2.5e8, 5e8, 5e8]
+    assert from_matrices(THREE_MS, THREE_GBIT).names == ("node0/0", "node1/0", "node2/0")
     together = from_matrices(THREE_MS, THREE_GBIT, node=[0, 1, 1])
     assert together.nic_bytes_per_s.tolist() == [2.5e8, 2.5e8]
     alone = from_matrices(THREE_MS, THREE_GBIT, node=[0, 0, 0])
@@ -111,13 +104,10 @@ def changed(matrix, *entries):
         (THREE_MS, changed(THREE_GBIT, (0, 1, None), (2, 1, None)), "bandwidth from a to b"),
         (changed(THREE_MS, (1, 0, float("nan"))), THREE_GBIT, "latency from b to a"),
         (THREE_MS, changed(THREE_GBIT, (1, 2, 0)), "bandwidth from b to c"),
-        (changed(THREE_MS, (1, 2, -1e-3)), THREE_GBIT, "latency from b to c"),
         (THREE_MS, changed(THREE_GBIT, (0, 2, 1e8)), "bandwidth between a and c"),
-        (changed(THREE_MS, (0, 1, 2e-3)), THREE_GBIT, "latency between a and b"),
         (np.array(THREE_MS) * 1e-6, THREE_GBIT, "1e-09 s"),
         (THREE_MS, THREE_GBIT / BYTES_PER_GBIT, "1 bytes/s"),
         (THREE_MS, THREE_GBIT * 1e6, "1.25e+14 bytes/s"),
-        ([[0, 1]], THREE_GBIT, "latency_s"),
         (THREE_MS, [[0, 1], [1]], "bandwidth_bytes_per_s"),
         ([[0, 1e-3], [1e-3, 0]], THREE_GBIT, "(2, 2) and (3, 3)"),
         ([], [], "latency_s"),
@@ -171,6 +161,7 @@ def test_clusters_and_presets():
     uneven = networks.cluster([1, 3], Link(0.0, 1e10), Link(1e-3, 1e9))
     assert uneven.node.tolist() == [0, 1, 1, 1]
     assert uneven.transfer_s(0, 2, 1e9) == pytest.approx(1.001)
+    assert uneven.transfer_s(2, 2, 1e9) == 0
 
 
 def test_a_cluster_too_large_for_this_machine_is_refused(monkeypatch):

@@ -284,29 +284,18 @@ complete | 4 | 0 | replicas_per_node 0
 ring | 7 | 1 | ring 7 even one_peer_exp
 hypercube | 6 | 1 | hypercube 6 one_peer_exp
 alternating_exp_ring | 8 | 1 | 8 replicas_per_node 1
-alternating_exp_ring | 9 | 2 | 9 replicas_per_node 2
 alternating_exp_ring | 12 | 2 | 12 replicas_per_node 2
 alternating_exp_ring | 4 | 4 | 4 replicas_per_node
-alternating_exp_ring | 2 | 4 | 2 replicas_per_node 4
 base_k(max_degree=0) | 8 | 1 | base_k 8 max_degree 0
-base_k(max_degree=-2) | 8 | 1 | base_k 8 max_degree -2
-grid(rows=4) | 6 | 1 | grid 6 rows 4
 grid(rows=0) | 6 | 1 | grid 6 rows 0
-torus(rows=-2) | 6 | 1 | torus 6 rows -2
 torus(rows=7) | 6 | 1 | torus 6 rows 7
 random_matching(seed=-1) | 9 | 1 | random_matching 9 seed -1
-random_regular(seed=4294967296) | 9 | 1 | random_regular 9 seed 4294967296
-erdos_renyi(seed=-1) | 9 | 1 | erdos_renyi 9 seed -1
 equi_dynamic(seed=4294967296) | 9 | 1 | equi_dynamic 9 seed 4294967296
 random_matching(rounds=0) | 8 | 1 | random_matching 8 rounds 0
-equi_dynamic(rounds=0) | 8 | 1 | equi_dynamic 8 rounds 0
 random_matching(rounds=1) | 8 | 1 | 100 1 rounds
-random_matching(rounds=1) | 3 | 1 | 100 1 rounds
 random_regular(degree=1) | 8 | 1 | degree 1
-random_regular(degree=0) | 2 | 1 | 2 degree 0
 random_regular(degree=8) | 8 | 1 | degree 8 complete
 random_regular(degree=3) | 9 | 1 | odd degree 3
-erdos_renyi(probability=0) | 8 | 1 | probability 0
 erdos_renyi(probability=1.01) | 8 | 1 | probability 1.01
 erdos_renyi(probability=0.01) | 30 | 1 | 100 probability 0.01
 hierarchical | 8 | 1 | replicas_per_node 1

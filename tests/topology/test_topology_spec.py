@@ -17,7 +17,6 @@ quick = settings(database=None, deadline=None, max_examples=40)
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("ring", Spec("ring")),
         (" ring() ", Spec("ring")),
         ("a(b=1, c=-2.5)", Spec("a", (("b", 1), ("c", -2.5)))),
         ("a ( b = 1e-3 )", Spec("a", (("b", 0.001),))),
@@ -88,11 +87,7 @@ def test_cannot_be_read(text):
         ("erdos_renyi(probability=1)", "erdos_renyi(probability=1)"),
         ("hierarchical(inner=ring,outer=complete)", "hierarchical(ring, complete)"),
         ("hierarchical(outer=complete, inner=ring)", "hierarchical(ring, complete)"),
-        ("hierarchical(outer=ring)", "hierarchical(outer=ring)"),
-        (
-            "hierarchical(base_k( max_degree=2), random_matching(seed=1,rounds=4))",
-            "hierarchical(base_k(max_degree=2), random_matching(rounds=4, seed=1))",
-        ),
+        ("hierarchical(outer=base_k( max_degree=2))", "hierarchical(outer=base_k(max_degree=2))"),
     ],
 )
 def test_names_make_the_same_schedule_again(text, name):
@@ -121,24 +116,17 @@ def test_keywords():
     [
         ("one-peer-exp", {}, "'one-peer-exp' complete ring"),
         ("", {}, "'' complete"),
-        ("bask_k(max_degree=2)", {}, "'bask_k' base_k"),
         ("hierarchical(complete, nope)", {}, "'nope'"),
         ("base_k(2)", {}, "base_k 2 max_degree"),
-        ("ring(1)", {}, "ring 1 no"),
         ("base_k(ring)", {}, "base_k ring max_degree"),
-        ("base_k(degree=2)", {}, "base_k 'degree' max_degree"),
         ("ring", {"degree": 2}, "ring 'degree' no"),
         ("hierarchical(replicas_per_node=2)", {}, "'replicas_per_node' inner outer"),
         ("base_k(max_degree=1.5)", {}, "base_k max_degree 1.5"),
-        ("base_k(max_degree=two)", {}, "max_degree two"),
         ("base_k", {"max_degree": "2"}, "max_degree '2'"),
         ("base_k", {"max_degree": True}, "max_degree True"),
-        ("base_k", {"max_degree": None}, "max_degree None"),
         ("erdos_renyi(probability=ring)", {}, "probability ring"),
         ("hierarchical", {"inner": 2}, "inner schedule 2"),
-        ("base_k(max_degree=1, max_degree=2)", {}, "base_k max_degree twice"),
         ("base_k(max_degree=1)", {"max_degree": 1}, "base_k max_degree twice"),
-        ("hierarchical(complete, inner=ring)", {}, "hierarchical inner twice"),
         ("hierarchical(ring, ring, ring)", {}, "hierarchical ring"),
         ("hierarchical(base_k(degree=2))", {}, "base_k 'degree'"),
     ],
