@@ -41,7 +41,7 @@ def read_manifest(folder: str | Path, kind: Kind) -> Json:
         manifest = read_json(path, "not readable as JSON; prepare the folder again")
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{folder}: has no manifest.json, so it is no prepared folder; make one with {make}"
+            f"{folder}: has no manifest.json, so it is not a prepared folder; make one with {make}"
         ) from None
     stored = manifest.get("format") if isinstance(manifest, dict) else None
     if stored != kind.format:
@@ -92,8 +92,8 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
         manifest = read_manifest(out, kind)
     except DataError:
         raise DataError(
-            f"{out}: exists, is not empty and is no prepared {kind.command} folder; choose another"
-            " --out"
+            f"{out}: exists, is not empty and is not a prepared {kind.command} folder; choose"
+            " another --out"
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")

@@ -349,7 +349,7 @@ def named_optimizer(
     factory = _find(path)
     takes = inspect.signature(factory).parameters
     if "learning_rate" not in takes:
-        raise ValueError(f"optimizer.name {path} takes no learning_rate: it is no optimizer")
+        raise ValueError(f"optimizer.name {path} takes no learning_rate: it is not an optimizer")
     if weight_decay and ("weight_decay" in arguments or "weight_decay" not in takes):
         raise ValueError(f"{path} ignores or sets weight_decay: set optimizer.weight_decay=0")
     if "weight_decay" in takes:  # optax's own default is often not 0

@@ -138,7 +138,7 @@ def _tpus(text: str, topology: str, slices: int) -> list[jax.Device]:
         )
     except RuntimeError as error:
         why = (str(error).partition(": ")[2] or str(error)).splitlines()[0]
-        raise _refused(text, f"is no topology that XLA knows: {why}") from None
+        raise _refused(text, f"is not a topology that XLA knows: {why}") from None
     return list(described.devices)
 
 

@@ -217,8 +217,8 @@ CASES = {  # what is done to class folders, the split that is opened, what the r
     "no class": (remove(*(f"train/{n}" for n in mini.WNIDS)), "train", "in/train"),
     "empty class": (lambda p: empty(p / "train/n02119789"), "train", "n02119789", "6 .heic"),
     "unknown classes": (add_classes, "val", "in/val:", "n99990, n99991, n99992 and 2"),
-    "one class": (deeper, "train", "in/train", "one class alone, images"),
-    "one class, val": (deeper, "val", "in/train", "one class alone, images"),
+    "one class": (deeper, "train", "in/train", "only one class, images"),
+    "one class, val": (deeper, "val", "in/train", "only one class, images"),
     "two val": (lambda p: shutil.copytree(p / "val", p / "validation"), "val", "val, validation"),
     "table": (lambda p: (p / "val/val_annotations.txt").write_text("a b"), "val", "line 1"),
 }

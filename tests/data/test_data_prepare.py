@@ -83,7 +83,7 @@ def test_existing_output(kind, tmp_path, capsys):
     assert contents(out) != before and is_whole(out, kind)
     (out / "manifest.json").write_text("{}")
     assert main([*arguments, str(out), "--overwrite"]) == 2
-    assert f"is no prepared {kind} folder" in capsys.readouterr().err
+    assert f"is not a prepared {kind} folder" in capsys.readouterr().err
     shutil.rmtree(out)
     out.write_text("")
     assert main([*arguments, str(out), "--overwrite"]) == 2

@@ -72,7 +72,7 @@ def test_broken_images_are_left_out(tmp_path, capsys):
     assert "3 broken left out" in capsys.readouterr().out
     lines = [json.loads(line) for line in (out / "bad_files.jsonl").read_text().splitlines()]
     assert [line["name"] for line in lines] == bad
-    assert [line["reason"] for line in lines][:2] == ["is empty", "is no image"]
+    assert [line["reason"] for line in lines][:2] == ["is empty", "is not an image"]
     assert all(line["reason"].startswith("cannot be decoded") for line in lines[2:])
     manifest = array_records.read_manifest(out)
     assert [manifest["splits"][split]["bad"] for split in ("train", "val")] == [3, 1]

@@ -178,7 +178,7 @@ def _storage(path: str, split: str):
     class_names = sorted(by_class) if split == "train" else _subfolders(places["train"])
     if len(class_names) == 1:
         raise DataError(
-            f"{places['train']}: holds one class alone, {class_names[0]}; {_EXPECTED} of several"
+            f"{places['train']}: holds only one class, {class_names[0]}; {_EXPECTED} of several"
         )
     _check_known(places[split], sorted(by_class), class_names)
     return _Files(places[split], split, class_names, by_class, left_out, has_table)

@@ -102,7 +102,7 @@ def _open(data: bytes) -> Image.Image:
             warnings.simplefilter("ignore")  # damaged EXIF data do not matter
             return Image.open(io.BytesIO(data))
     except UnidentifiedImageError:
-        raise ValueError("is empty" if not data else "is no image") from None
+        raise ValueError("is empty" if not data else "is not an image") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(_reason(error)) from None
 

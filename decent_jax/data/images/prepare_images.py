@@ -126,7 +126,7 @@ EXAMPLE = """\
 example, a folder of photographs:
   decent-jax prepare images --input photographs/ --out data/photographs
 
-OUT appears when it is whole, and needs as much space as the images. After a kill, start the same
+OUT appears when it is complete, and needs as much space as the images. After a kill, start the same
 command again.
 """
 

@@ -199,7 +199,7 @@ example, 1 % of the documents of a folder of .jsonl.gz files for validation:
   decent-jax prepare text --input corpus/ --out data/corpus \\
       --tokenizer gpt2 --val_fraction 0.01
 
-OUT appears when it is whole. After a kill, start the same command again.
+OUT appears when it is complete. After a kill, start the same command again.
 """
 
 

@@ -145,7 +145,7 @@ def token_type(path: str | Path, vocab_size: int) -> np.dtype:
             _check_order(path, ids[: 1 << 16])
             return token
     raise DataError(
-        f"{path}: its {size} bytes are no ids below {vocab_size} of any type; set"
+        f"{path}: its {size} bytes are not ids below {vocab_size} of any type; set"
         " model.vocab_size, or prepare the text again"
     )
 

@@ -272,7 +272,7 @@ def _load_chars(file: Path) -> CharTokenizer:
 
 def _eos_token(path: Path) -> str | None:
     """The end-of-text token in a tokenizer_config.json, if there is one."""
-    otherwise = "not a tokenizer_config.json that is whole; fetch it again, or take it away"
+    otherwise = "not a complete tokenizer_config.json; fetch it again, or remove it"
     try:
         about = read_json(path, otherwise)
     except (FileNotFoundError, NotADirectoryError):
@@ -293,7 +293,7 @@ def from_manifest(folder: str | Path) -> Tokenizer:
     try:
         manifest = read_json(path, otherwise)
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder}: no manifest.json, so this is no prepared folder") from None
+        raise DataError(f"{folder}: no manifest.json, so this is not a prepared folder") from None
     with entries_of(path, otherwise):
         entry = manifest["tokenizer"]
         name, wanted, end = entry["name"], entry["files"], int(entry["end_of_text"])

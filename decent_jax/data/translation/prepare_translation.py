@@ -348,7 +348,7 @@ example, WMT14 from its unpacked archives:
       --input training/europarl-v7.de-en commoncrawl.de-en training/news-commentary-v9.de-en \\
       --val newstest2013 --test newstest2014 --out data/wmt14_ende
 
-OUT appears when it is whole. After a kill, start the same command again.
+OUT appears when it is complete. After a kill, start the same command again.
 """
 
 
