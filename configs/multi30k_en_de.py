@@ -4,7 +4,7 @@ Source: the task of Consensus Control (Kong et al., 2021, arXiv:2102.04828); tex
 Multi30k (Elliott et al., 2016): 29,000 training pairs, 1,014 for validation, and the test set
 test_2016_flickr, prepared with a joint vocabulary of 4000:
     decent-jax prepare translation --input MULTI30K/train --val MULTI30K/val \\
-        --test MULTI30K/test_2016_flickr --languages en de \\
+        --test MULTI30K/test_2016_flickr --source_lang en --target_lang de \\
         --vocab_size 4000 --out data/multi30k
 
 Command: python train.py --config configs/multi30k_en_de.py:accum_adam --workdir runs/multi30k

@@ -1,7 +1,7 @@
 """A small Transformer on 165,000 short English-German pairs, by gossip and by all-reduce.
 
 Source: pairs of https://tatoeba.org (CC BY 2.0 FR), prepared with a joint vocabulary of 2000:
-    decent-jax prepare translation --input TATOEBA --languages en de \\
+    decent-jax prepare translation --input TATOEBA --source_lang en --target_lang de \\
         --vocab_size 2000 --out data/tatoeba_en_de
 
 Command: python train.py --config configs/tatoeba_en_de.py:accum_adam --workdir runs/tatoeba

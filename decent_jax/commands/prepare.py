@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     kind = importlib.import_module(f"decent_jax.data.{name}.prepare_{name}")
     args = vars(_parser(name, kind).parse_args(argv[1:]))
     inputs, out = args.pop("input"), args.pop("out")
+    if name == "translation":
+        args["languages"] = args.pop("source_lang"), args.pop("target_lang")
     # Schedulers send SIGTERM, a closed terminal sends SIGHUP (unless nohup ignores it): clean up as
     # after Ctrl-C.
     end, is_deaf = signal.default_int_handler, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

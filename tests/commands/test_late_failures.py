@@ -196,7 +196,7 @@ UNREADABLE = {
     "train": "train --config {} --workdir new",
     "prepare": "prepare text --input {} --out out --tokenizer bytes",
     "prepare images": "prepare images --input {} --out out",
-    "prepare translation": "prepare translation --input {} --out o --languages a b",
+    "prepare translation": "prepare translation --input {} --out o --source_lang a --target_lang b",
     "planner": "planner predict --network {} --parameters 1e6 --compute_s 0.1",
     "peers": "peers replay --workdir {}",
     "preflight": "preflight --config {} --save n.json",

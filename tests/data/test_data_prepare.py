@@ -36,7 +36,7 @@ def write_input(kind, folder):
         (folder / "a.jsonl").write_text("".join(lines))
         return [str(folder), "--tokenizer", "bytes", "--val_fraction", "0.3"]
     number_pairs.write_files(folder, train=120, val=10, test=10, seed=0)
-    return [str(folder), "--languages", "en", "de", "--vocab_size", "300"]
+    return [str(folder), "--source_lang", "en", "--target_lang", "de", "--vocab_size", "300"]
 
 
 def contents(folder):

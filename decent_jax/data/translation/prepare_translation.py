@@ -344,7 +344,7 @@ with a side that is too long or far longer than the other; the manifest counts t
 """
 EXAMPLE = """\
 example, WMT14 from its unpacked archives:
-  decent-jax prepare translation --languages en de \\
+  decent-jax prepare translation --source_lang en --target_lang de \\
       --input training/europarl-v7.de-en commoncrawl.de-en training/news-commentary-v9.de-en \\
       --val newstest2013 --test newstest2014 --out data/wmt14_ende
 
@@ -355,8 +355,8 @@ OUT appears when it is complete. After a kill, start the same command again.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only translation has."""
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    names = "the languages to translate from and to, as the names of the files end"
-    add("--languages", required=True, nargs=2, metavar=("EN", "DE"), help=names)
+    add("--source_lang", required=True, metavar="EN", help="the language to translate from")
+    add("--target_lang", required=True, metavar="DE", help="the language to translate to")
     one_of("--val", metavar="PATH", help="prefix of the validation pairs")
     share = "take a share of the training pairs as validation pairs"
     one_of("--val_fraction", dest="val", type=float, metavar="F", help=share)
