@@ -18,6 +18,11 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, Interrupted
 
 
+@pytest.fixture
+def config():
+    return train.default_config()
+
+
 def test_a_ray_of_our_own_asks_for_a_token_that_no_file_has(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
     monkeypatch.delitem(sys.modules, "ray", raising=False)
@@ -59,24 +64,22 @@ def test_more_actors_than_this_machine_has_memory_for_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2e9)
     ray_cluster.check_memory(7 * [0])
     for needs in (9 * [0], 7 * [10**9 / 7], [10**9, *6 * [0]]):
-        with refuses(f"{len(needs)} actors", "2.00G", error=ConfigError):
+        with refuses(len(needs), "2.00GB", error=ConfigError):
             ray_cluster.check_memory(needs)
 
 
 @pytest.mark.parametrize("address", ["host", "host:port", ":1", "127.0.0.1:9", "127.0.0.1:99999"])
-def test_an_address_where_nobody_listens_is_refused(address):
-    config = train.default_config()
+def test_an_address_where_nobody_listens_is_refused(address, config):
     config.ray.address = address
     with refused("ray.address", address):
         ray_cluster.check_address(config.ray)
 
 
 @pytest.mark.parametrize("answer", [b"", b"220 mail.example ESMTP\r\n", None])
-def test_an_address_where_something_else_listens_is_refused(answer, monkeypatch):
+def test_an_address_where_something_else_listens_is_refused(answer, config, monkeypatch):
     """One that closes, one that speaks, one that waits; Ray would try for minutes."""
     connect = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda place, timeout: connect(place, 0.2))
-    config = train.default_config()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
 
         def serve():
@@ -95,8 +98,7 @@ def test_an_address_where_something_else_listens_is_refused(answer, monkeypatch)
 
 
 @pytest.mark.parametrize(("cpus", "gpus", "field"), [(0.8, 0.0, "cpus"), (0.5, 0.8, "gpus")])
-def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
-    config = train.default_config()
+def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field, config):
     config.ray.update(cpus=cpus, gpus=gpus)
     with refused(f"ray.{field}", 0.8):
         ray_cluster.check_resources(config.ray, 4 * [0], {"CPU": 3.0})
@@ -104,7 +106,7 @@ def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
     ray_cluster.check_resources(config.ray, 2 * [1e9], there)  # of one machine, see above
     config.ray.address = "auto"
     ray_cluster.check_resources(config.ray, 2 * [2e8], there)
-    with refuses("2 actors", "Ray has 1.00GB", error=ConfigError):
+    with refuses(2, "1.00GB", error=ConfigError):
         ray_cluster.check_resources(config.ray, 2 * [3e8], there)
 
 
@@ -125,18 +127,16 @@ def ray_of_one_cpu(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_ray_ends_where_it_has_no_room(ray_of_one_cpu):
+def test_ray_ends_where_it_has_no_room(ray_of_one_cpu, config):
     """Or this process could not start it again."""
-    config = train.default_config()
     config.ray.update(address="auto", cpus=0.8)
     with refused("ray.cpus", 0.8), ray_cluster.running(config.ray, [0, 0]):
         pass
     assert ray_of_one_cpu[1:] == ["shutdown"]
 
 
-def test_sigterm_while_ray_starts_and_afterwards(ray_of_one_cpu, monkeypatch):
+def test_sigterm_while_ray_starts_and_afterwards(ray_of_one_cpu, config, monkeypatch):
     """A run ends with the code of the signal, and its own handler is in place again."""
-    config = train.default_config()
     config.ray.address = "auto"
     handler = signal.getsignal(signal.SIGTERM)
     with ray_cluster.running(config.ray):

@@ -57,11 +57,9 @@ def test_jax_that_has_been_used_is_found_before_the_others_are_waited_for():
     ("name", "value"),
     [
         ("jax_disable_jit", True),
-        ("jax_no_tracing", True),
         ("jax_numpy_dtype_promotion", "strict"),
         ("jax_transfer_guard", "disallow"),
         ("jax_transfer_guard_device_to_host", "disallow_explicit"),
-        ("jax_transfer_guard_host_to_device", "disallow"),
     ],
 )
 def test_settings_under_which_no_step_compiles(name, value):

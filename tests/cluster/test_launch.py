@@ -1,5 +1,6 @@
 """What starts processes: the files for SLURM, Open MPI and Kubernetes."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -76,6 +77,18 @@ def open_mpi_4(port, index):
     return own | {"JAX_COORDINATOR_PORT": str(port)}
 
 
+@pytest.fixture
+def place(monkeypatch):
+    """The place of a process that has these variables."""
+
+    def of(launcher, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return start._place(config_lib.default_config().cluster, launcher)
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("launcher", "host", "variables"),
     [
@@ -83,14 +96,11 @@ def open_mpi_4(port, index):
         ("Open MPI", "127.0.0.1", lambda index: open_mpi_4(9876, index)),
     ],
 )
-def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host, variables):
+def test_the_place_of_a_process_by_the_variables_of(place, launcher, host, variables):
     """Processes with those of SLURM find each other in test_preflight."""
     for index in range(2):
-        for name, value in variables(index).items():
-            monkeypatch.setenv(name, value)
+        assert place(launcher, variables(index)) == (f"{host}:9876", 2, index, [index])
         assert launchers.detect_launcher() == launcher
-        place = start._place(config_lib.default_config().cluster, launcher)
-        assert place == (f"{host}:9876", 2, index, [index])
 
 
 @pytest.mark.parametrize(
@@ -104,54 +114,43 @@ def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host,
         ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, None),
     ],
 )
-def test_a_process_that_sees_no_devices_of_others_takes_all(
-    monkeypatch, launcher, variables, devices
-):
+def test_a_process_that_sees_no_devices_of_others_takes_all(place, launcher, variables, devices):
     """jax gives it the one of its number, so that the others idle, or that it does not see."""
     started = {"SLURM": slurm(9876, 2, 1), "Open MPI": open_mpi_4(9876, 1)}[launcher]
     steps = {"SLURM_STEP_NUM_TASKS": "2"} if launcher == "SLURM" else {}
-    for name, value in (started | steps | variables).items():
-        monkeypatch.setenv(name, value)
-    assert start._place(config_lib.default_config().cluster, launcher).devices == devices
+    assert place(launcher, started | steps | variables).devices == devices
 
 
 @pytest.mark.parametrize(
     ("listed", "host"), [("c[0-1][0-3]", "c00"), ("gpu[007,009-011],login1", "gpu007")]
 )
-def test_the_first_host_of_what_slurm_lists(monkeypatch, listed, host):
-    for name, value in (slurm(9876, 2, 1) | {"SLURM_STEP_NODELIST": listed}).items():
-        monkeypatch.setenv(name, value)
-    assert start._place(config_lib.default_config().cluster, "SLURM").address == f"{host}:9876"
+def test_the_first_host_of_what_slurm_lists(place, listed, host):
+    found = place("SLURM", slurm(9876, 2, 1) | {"SLURM_STEP_NODELIST": listed})
+    assert found.address == f"{host}:9876"
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_a_process_beyond_the_number_of_all_is_refused(monkeypatch, index):
-    for name, value in slurm(9876, 2, index).items():
-        monkeypatch.setenv(name, value)
+def test_a_process_beyond_the_number_of_all_is_refused(place, index):
     with refuses("SLURM", index, "cluster.coordinator", error=ConfigError):
-        start._place(config_lib.default_config().cluster, "SLURM")
+        place("SLURM", slurm(9876, 2, index))
 
 
-def test_the_interactive_shell_of_salloc_is_one_process(monkeypatch):
+def test_the_interactive_shell_of_salloc_is_one_process(place):
     """SLURM_NTASKS is what srun could start from there; a step of srun has its own count."""
-    for name, value in (slurm(9876, 4, 0) | {"SLURM_STEP_NUM_TASKS": "1"}).items():
-        monkeypatch.setenv(name, value)
+    place("SLURM", slurm(9876, 4, 0) | {"SLURM_STEP_NUM_TASKS": "1"})
     assert launchers.detect_launcher() is None
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert start._place(config_lib.default_config().cluster, launchers.detect_launcher()).count == 2
+    assert place("SLURM", {"SLURM_STEP_NUM_TASKS": "2"}).count == 2
 
 
-def test_mpirun_in_a_job_of_slurm(monkeypatch):
+def test_mpirun_in_a_job_of_slurm(place, monkeypatch):
     """Its daemons are a step with one task on each of two nodes, whose variables stay."""
     step = slurm(9876, 2, 1) | {"SLURM_STEP_NUM_TASKS": "2"}
-    for name, value in (step | open_mpi_4(9876, 0) | {"OMPI_COMM_WORLD_SIZE": "8"}).items():
-        monkeypatch.setenv(name, value)
+    found = place("Open MPI", step | open_mpi_4(9876, 0) | {"OMPI_COMM_WORLD_SIZE": "8"})
     assert launchers.detect_launcher() == "Open MPI"
-    cluster = config_lib.default_config().cluster
-    assert start._place(cluster, "Open MPI")[:3] == ("127.0.0.1:9876", 8, 0)
+    assert found[:3] == ("127.0.0.1:9876", 8, 0)
     monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")  # as of Open MPI 5, which jax cannot read
     with refuses("Open MPI", "cluster.coordinator", error=ConfigError):
-        start._place(cluster, "Open MPI")
+        place("Open MPI", {})
 
 
 @pytest.fixture
@@ -185,15 +184,11 @@ def test_processes_of_a_launcher_that_is_not_read_do_not_train_alone(variable, m
 
 @pytest.mark.usefixtures("without_launchers")
 @pytest.mark.parametrize("told", ["2", "8"])
-def test_torchrun_on_each_node_of_slurm(told, monkeypatch):
-    for name, value in (slurm(9876, 2, 0) | {"WORLD_SIZE": told}).items():
-        monkeypatch.setenv(name, value)
-    place = start._place(config_lib.default_config().cluster, launchers.detect_launcher())
-    if told == "2":  # as a script of SLURM exports it for others
-        launchers.check_unread(place.count)
-        return
-    with refused("WORLD_SIZE", told):
-        launchers.check_unread(place.count)
+def test_torchrun_on_each_node_of_slurm(told, place):
+    count = place("SLURM", slurm(9876, 2, 0) | {"WORLD_SIZE": told}).count
+    # Of as many processes, a script of SLURM exports it for others.
+    with contextlib.nullcontext() if told == "2" else refused("WORLD_SIZE", told):
+        launchers.check_unread(count)
 
 
 # Starts the processes one after the other in the background, as mpirun would on one host.
@@ -260,8 +255,8 @@ def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
             if flag.startswith("--config.cluster.")
         ]
         config = flags.override_all(config_lib.default_config(), config_flags)
-        place = start._place(config.cluster, launchers.detect_launcher())
-        assert place == ("decent-jax-0.decent-jax:9876", 4, index, None)
+        found = start._place(config.cluster, launchers.detect_launcher())
+        assert found == ("decent-jax-0.decent-jax:9876", 4, index, None)
 
 
 def test_what_a_pod_runs_is_there():
