@@ -164,7 +164,7 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
 def check_removable(
     folder: Path, ours: re.Pattern[str], error: type[Exception] = ConfigError
 ) -> None:
-    """Raises ``error`` if a folder that will be removed holds more than files of this package.
+    """Raises ``error`` if a folder to be removed holds anything but this package's files.
 
     Args:
       folder: an existing folder.

@@ -62,7 +62,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: its ``repr``, without its middle if that is long.
+    """A value as a message shows it: its ``repr``, cut in the middle if it is too long.
 
     >>> len(shown("x" * 5000)), shown(0.5)
     (60, '0.5')

@@ -58,8 +58,8 @@ def copy(tree: PyTree) -> PyTree:
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """``params + updates``, where a parameter that is not finite counts as zero.
 
-    Methods compute their updates from the same zeros, so a replica whose parameters were not
-    finite continues from its neighbours' average. Otherwise it equals `optax.apply_updates`.
+    Methods compute their updates from the same zeros, so a replica whose parameters were not finite
+    continues from its neighbours' average. For finite parameters this is `optax.apply_updates`.
     """
     return optax.apply_updates(jax.tree.map(finite_or_zero, params), updates)
 

@@ -127,9 +127,9 @@ class Aggregate:
     def row(
         self, peers: Collection[Json], step: int, steps: int, seconds: float
     ) -> dict[str, float]:
-        """The row of ``step``; the last row was ``steps`` steps and ``seconds`` ago.
+        """The metrics at ``step``, ``steps`` steps and ``seconds`` after the previous row.
 
-        As in any other run, ``train/loss`` is the mean over the steps since the last row.
+        As in any other run, ``train/loss`` is the mean over the steps since that row.
 
         Args:
           peers: values of `Membership.status`; if any are alive, only those count.

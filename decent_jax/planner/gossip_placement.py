@@ -15,8 +15,8 @@ For rounds of equal length t it is
 averaged over all choices of W_1: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
 one symmetric W. Unlike -log(consensus_rate) / t, disagreement is finite for schedules that become
 exact (one_peer_exp, hypercube, alternating_exp_ring). Unlike the contraction of a single round, it
-gives them credit for that. A short round may mix little, and static and varying schedules are
-measured alike. The order of the replicas matters only through the time of rounds.
+rewards them for this. It lets short rounds mix little, and compares static with varying schedules.
+The order of the replicas matters only through the time of rounds.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The step time of every algorithm, and its parts.
+"""The step time of every algorithm, and the parts of this time.
 
 >>> from decent_jax.planner.network import preset
 >>> workload = Workload(model_bytes=500e6, forward_s=0.05, backward_s=0.1)
@@ -97,7 +97,7 @@ def predict(
 
 
 def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
-    """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
+    """The algorithm called ``name``: one of `ALL_REDUCES`, or gossip on that schedule.
 
     All-reduce uses the fastest of `BUCKET_BYTES`, so that gossip is compared with a tuned
     all-reduce. The schedule's ``replicas_per_node`` is the number of devices per node.

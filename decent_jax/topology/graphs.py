@@ -121,7 +121,8 @@ def base_k(n: int, *, max_degree: int = 1) -> list[Round]:
     constructions, each built from the previous one, all symmetric and doubly stochastic:
 
     - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbers in mixed
-      radix with bases n_1, ..., n_L <= k+1, and round l averages those that differ in digit l;
+      radix with bases n_1, ..., n_L <= k+1, and round l averages those that differ only in
+      digit l;
     - **simple Base-(k+1)**, for any n: the replicas are split by the digits of n in base k+1, n =
       sum_l a_l (k+1)^p_l. Each part averages, then the parts in turn pass their means to the rest;
     - **Base-(k+1)**, n = p q, where p has the prime factors up to k+1 and q the larger ones: p

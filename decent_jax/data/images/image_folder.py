@@ -1,4 +1,4 @@
-"""Labelled image files in any of three layouts: bytes, label and name by index.
+"""Labelled images by index, each with bytes, label and name, in any of three layouts.
 
 `open_images` recognises the layout: class folders, a prepared folder or a TFDS folder.
 

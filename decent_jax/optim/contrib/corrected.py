@@ -124,18 +124,19 @@ def gradient_tracking(
             x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(q_j)\big)
 
     with ``q = g^- = 0`` before the first step, so that always ``sum_i q_i = sum_i g_i``. The
-    messages of "awc" are known at the start of the step. It sends two messages per step and stores
-    two arrays of the parameters' size (q and the last gradient). ``inner`` sees q: clipping in it
-    clips q. Valid on every doubly stochastic schedule; the arguments are those of `decentralized`.
+    messages of "awc" are known at the start of the step. Both forms send two messages per step and
+    store two arrays of the parameters' size (q and the last gradient). ``inner`` sees q: clipping
+    in it clips q. Valid on every doubly stochastic schedule; the arguments are those of
+    `decentralized`.
 
     Unlike in DIGing, q is mixed by the round of the step that uses it, not by the previous round;
     this makes no difference on a schedule with one round. The limit is the same on all schedules,
     but the range of stable learning rates is not.
 
-    With Muon as ``inner``, it tracks before it orthogonalizes. This is necessary: averages of
-    orthogonalized local gradients vanish at other points than the average gradient. "awc" is then
-    SUDA-Muon with tracking as its backbone. "atc", without Nesterov momentum, is DeMuon on static
-    graphs, where momentum before tracking (theirs) and after it (ours) are equal.
+    With Muon as ``inner``, tracking precedes orthogonalization. This order is necessary: the
+    average gradient and the average of orthogonalized local gradients vanish at different points.
+    "awc" is then SUDA-Muon with tracking as its backbone. "atc", without Nesterov momentum, is
+    DeMuon on static graphs, where momentum before tracking (theirs) and after it (ours) are equal.
 
     References:
       Di Lorenzo and Scutari, `NEXT <https://arxiv.org/abs/1602.00591>`_, 2016; Nedic et al.,
