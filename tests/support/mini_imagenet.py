@@ -18,16 +18,16 @@ def images():
     """{"train": {(wnid, file name): bytes}, "val": ...} in the order in which records come."""
     rng = np.random.default_rng(0)
     train = {
-        (wnid, f"{wnid}_{number}.JPEG"): _jpeg(rng)
+        (wnid, f"{wnid}_{number}.JPEG"): _encoded(rng)
         for wnid in WNIDS
         for number in sorted(rng.choice(20000, TRAIN_IMAGES, replace=False).tolist(), key=str)
     }
     names = list(train)
-    train[names[1]] = _jpeg(rng, mode="L")
-    train[names[8]] = _jpeg(rng, mode="CMYK")
-    train[names[20]] = _encoded(_picture(rng, "RGB"), "PNG")
+    train[names[1]] = _encoded(rng, mode="L")
+    train[names[8]] = _encoded(rng, mode="CMYK")
+    train[names[20]] = _encoded(rng, kind="PNG")
     wnids = rng.permutation(np.repeat(WNIDS, VAL_IMAGES)).tolist()
-    val = {(w, f"ILSVRC2012_val_{i:08}.JPEG"): _jpeg(rng) for i, w in enumerate(wnids, 1)}
+    val = {(w, f"ILSVRC2012_val_{i:08}.JPEG"): _encoded(rng) for i, w in enumerate(wnids, 1)}
     return {"train": train, "val": dict(sorted(val.items()))}
 
 
@@ -49,17 +49,10 @@ def write_folders(path, splits=("train", "val"), val="val"):
     return path
 
 
-def _jpeg(rng, mode="RGB"):
-    return _encoded(_picture(rng, mode), "JPEG", quality=85)
-
-
-def _picture(rng, mode):
+def _encoded(rng, mode="RGB", kind="JPEG"):
     width, height = rng.integers(20, 60, 2).tolist()
     colours = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8))
-    return colours.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
-
-
-def _encoded(picture, kind, **options):
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    picture = colours.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    picture.save(file, kind, quality=85)
     return file.getvalue()

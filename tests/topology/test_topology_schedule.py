@@ -51,22 +51,6 @@ def test_close_is_not_exact():
 # --- summaries ------------------------------------------------------------------------------------
 
 
-def test_summary():
-    assert make("ring", 8).summary() == {
-        "name": "ring",
-        "num_replicas": 8,
-        "period": 2,
-        "degree": 1,
-        "spectral_gap": pytest.approx(1 - np.cos(np.pi / 4) ** 0.5),
-        "consensus_rate": pytest.approx(np.cos(np.pi / 4)),
-        "exact_after": None,
-        "models_sent": 1.0,
-    }
-    exact = make("alternating_exp_ring", 8, replicas_per_node=4).summary(model_bytes=100)
-    assert (exact["degree"], exact["period"], exact["exact_after"]) == (7, 2, 2)
-    assert (exact["models_sent"], exact["bytes_sent"]) == (1.625, 162.5)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_summary_of_every_schedule(name):
     for n in (1, 8):
