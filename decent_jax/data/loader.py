@@ -180,7 +180,7 @@ def is_fixed(source: Any) -> bool:
 
 
 def all_records(source: Any) -> Any:
-    """All records of a source that `is_fixed`, stacked by number: (numbers, ...).
+    """All records of an `is_fixed` source, stacked in the order of their numbers: (n, ...).
 
     Raises:
       DataError: a record cannot be read.

@@ -2,13 +2,14 @@
 
 Gossip is faster than all-reduce for three reasons (Wang et al., ICLR 2025): it hides behind the
 whole step and not only behind the backward pass; it can keep to fast links; and a replica waits for
-its neighbours, not for the slowest of all replicas. The paper's own equations were not available;
-these follow from the schedule that its code implements. F, B, U are the times of forward, backward
-and update, X is the factor by which compute varies, C the time to communicate the whole model:
+its neighbours, not for the slowest of all replicas. The paper's equations were not available; ours
+follow from the schedule that its code implements. F, B, U are the times of forward, backward and
+update, X is the factor by which compute varies, C the time to communicate the whole model:
 
 - all-reduce: a replica sends a bucket as soon as it has its gradients, and all replicas begin the
-  next step together. With k equal buckets, one factor X per replica per step, and C' for gradients
-  that are complete only at the end of the backward pass (a tied embedding), exactly::
+  next step together. Let C' be the part of C for gradients that are complete only after the
+  backward pass (a tied embedding). With k equal buckets and one factor X per replica per step, the
+  time is exactly::
 
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
 

@@ -84,11 +84,10 @@ def settled_step_s(
 ) -> float:
     """The steady-state step time for constant compute.
 
-    All times are maxima of sums (a max-plus linear system; Baccelli et al. 1992). If every time of
-    a state is later than in an earlier state by the same number of seconds, the steps in between
-    repeat forever. As in Brent's cycle search, the state after each period is compared with the
-    last one saved, after 1, 2, 4, 8, ... periods. Replicas that wait for each other settle within a
-    few steps.
+    All times are maxima of sums (a max-plus linear system; Baccelli et al. 1992). If all times of a
+    state exceed those of an earlier state by the same amount, the steps in between repeat forever.
+    As in Brent's cycle search, each period's state is compared with the last one saved, at period
+    1, 2, 4, 8, ... Replicas that wait for each other settle within a few steps.
     """
     simulation = _Simulation(network, workload, algorithm, record=False)
     factor = workload.factors(network.num_devices)

@@ -89,9 +89,9 @@ class Round:
     def models_sent_by_nodes(self, replicas_per_node: int = 1) -> float:
         """The data that the busiest node sends to other nodes in this round, in units of one model.
 
-        Node i holds the replicas from ``i * replicas_per_node`` on. The mean of a group of g counts
-        as a reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1) / g
-        for each replica, and a message between groups (`between_groups`) as 1 / g.
+        Node i holds the replicas from ``i * replicas_per_node`` on. A group mean is a
+        reduce-scatter and an all-gather in a ring over its g replicas in order: each replica sends
+        2 (g - 1) / g models. A message between groups (`between_groups`) is 1 / g models.
         """
         if replicas_per_node < 1:
             raise ValueError(f"replicas_per_node must be at least 1, got {replicas_per_node}")

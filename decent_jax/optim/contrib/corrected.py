@@ -60,7 +60,7 @@ def d2(
     mix_every: int = 1,
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""D2: `exact_diffusion` with W itself; consensus is twice as fast where it is stable.
+    r"""D2: `exact_diffusion` with W in place of (I + W) / 2; if stable, consensus is twice as fast.
 
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
