@@ -103,7 +103,7 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
     * TFDS: the version folder of a data set with features `image` and `label`, stored as
       array_record; "val" is its split `validation`, or else `test`.
     * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`). Classes may have
-    subfolders. Files may have any suffix that Pillow decodes, in upper or lower case. The
+      subfolders. Files may have any suffix that Pillow decodes, in upper or lower case. The
       validation images of Tiny ImageNet get their classes from `val/val_annotations.txt`. Links are
       followed; hidden files and folders are skipped.
 
