@@ -243,6 +243,9 @@ def test_kubernetes_names_fit_together():
     assert coordinator in container["command"]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
     assert int(variables["PROCESSES"]) == spec["completions"]
+    command = container["command"]
+    assert (ROOT / command[0]).stat().st_mode & 0o111 and command[1:3] == ["python", "train.py"]
+    flags.parse(["--config=quickstart", "--workdir=w", *command[-6:-3]])  # of recovery
 
 
 def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
@@ -257,12 +260,6 @@ def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
         config = flags.override_all(config_lib.default_config(), config_flags)
         found = start._place(config.cluster, launchers.detect_launcher())
         assert found == ("decent-jax-0.decent-jax:9876", 4, index, None)
-
-
-def test_what_a_pod_runs_is_there():
-    command = pod()[2]["command"]
-    assert (ROOT / command[0]).stat().st_mode & 0o111 and command[1:3] == ["python", "train.py"]
-    flags.parse(["--config=quickstart", "--workdir=w", *command[-6:-3]])  # of recovery
 
 
 # Ends with one code after the other, and notes how often it was started.

@@ -27,17 +27,11 @@ def test_rounds_hold_every_ordered_pair_once_and_nobody_twice(count):
     assert sorted(itertools.chain(*rounds)) == list(itertools.permutations(range(count), 2))
 
 
-def matrices(slowest=1e9):
-    latency = np.full((3, 3), 5e-5)
-    bandwidth = np.full((3, 3), 1e9)
+def test_links_that_are_slower_one_way(tmp_path):
+    latency, bandwidth = np.full((3, 3), 5e-5), np.full((3, 3), 1e9)
     np.fill_diagonal(latency, 0)
     np.fill_diagonal(bandwidth, np.inf)
-    bandwidth[2, 1] = slowest
-    return latency, bandwidth
-
-
-def test_links_that_are_slower_one_way(tmp_path):
-    latency, bandwidth = matrices(slowest=0.5e9)
+    bandwidth[2, 1] = 0.5e9
     command.save(latency, bandwidth, ["a/0", "b/0", "b/1"], tmp_path / "n.json")
     found = network.load(tmp_path / "n.json")
     assert found.names == ("a/0", "b/0", "b/1") and found.node.tolist() == [0, 1, 1]

@@ -202,62 +202,52 @@ def test_all_start_again_in_any_order_of_the_deaths(codes, lost):
             assert {name for name in "abc" if run.connected.count(name) == 2} == silent
 
 
-def test_who_dies_again_and_again_is_left_out_and_the_run_gives_up():
-    dies = script(0, KILLED, 0)
-    run = Run(dies, dies, FINISHES, again=1)
-    assert run.run() == 0 and run.started == ["abc", "abc", "ac"]
+B_DIES, C_DIES = script(0, KILLED, 0), script(0, 0, KILLED)
+FURTHER = [script(0, KILLED, 0, reached=step) for step in (10, 20, 20, 30, 30)]
+LOST = [{"code": 0}, {"code": 255, "gone": True}, {"code": 0}]  # b, with its agent
+AGAIN, SPARE = {"again": 1}, {"names": "abcd", "spare": 1}
+# The deaths of each attempt but the last, options, who takes part in each attempt, and the seconds
+# between which the second one begins.
+ATTEMPTS = {
+    "who dies again is left out": ([B_DIES, B_DIES], AGAIN, "abc abc ac"),
+    "but where the run got further": (FURTHER, AGAIN, 6 * "abc "),
+    "until it gets no further": ([*FURTHER, FURTHER[-1]], AGAIN, 6 * "abc " + "ac"),
+    "a spare host instead": ([B_DIES, B_DIES], AGAIN | SPARE, "abc abc adc"),
+    "who was left out is no spare host": (
+        [B_DIES, B_DIES, C_DIES, C_DIES],
+        AGAIN | SPARE,
+        "abc abc adc adc ad",
+    ),
+    "a spare host for a lost one": ([LOST], SPARE | {"dead": "b"}, "abc adc", 0, 3),
+    "for a silent one": ([LOST], SPARE | {"silent": "b"}, "abc adc", 3, 12),
+    "no spare host": ([LOST], {"dead": "b", "patience_s": 50}, "abc ac", 50, 52),
+    # Its memory has the copies, also where the new agent needs a while.
+    "an agent alone died": ([LOST], {}, "abc abc"),
+    "a slow agent": ([LOST], {"slow": "b"}, "abc abc"),
+    "an agent beside a spare host": ([LOST], SPARE, "abc abc"),
+    "a slow agent beside a spare host": ([LOST], SPARE | {"slow": "b"}, "abc abc"),
+    # Also one that waits in the start-up barrier, where nobody watches the others.
+    "survivors are ended at once": ([script(None, KILLED, None)], {}, "abc abc", 0, 2),
+}
+
+
+@pytest.mark.parametrize("case", ATTEMPTS)
+def test_who_takes_part_after_deaths(case):
+    deaths, options, started, *seconds = ATTEMPTS[case]
+    run = Run(*deaths, FINISHES, **options)
+    assert run.run() == 0 and run.started == started.split()
+    least, most = seconds or (0, math.inf)
+    assert least <= run.began[1] <= most
+    if "agent" in case:
+        assert run.connected == [*options.get("names", "abc"), "b"]
+    if case == "no spare host":
+        assert run.connected.count("b") == pytest.approx(50, abs=2)  # once per second
+
+
+def test_a_run_whose_processes_all_die_again_and_again_gives_up():
     assert Run(script(KILLED, KILLED, KILLED), again=0).run() == 1
     run = Run(*100 * [script(PEER_LOST, PEER_LOST, PEER_LOST)])
     assert run.run() == 1 and run.started == ["abc"] * 21
-
-
-def test_a_spare_host_takes_the_place_of_one_whose_process_dies_again_and_again():
-    """And the one that was left out is no spare host for the next."""
-    b_dies, c_dies = script(0, KILLED, 0), script(0, 0, KILLED)
-    run = Run(b_dies, b_dies, FINISHES, again=1, names="abcd", spare=1)
-    assert run.run() == 0 and run.started == ["abc", "abc", "adc"]
-    run = Run(b_dies, b_dies, c_dies, c_dies, FINISHES, again=1, names="abcd", spare=1)
-    assert run.run() == 0 and run.started == ["abc", "abc", "adc", "adc", "ad"]
-
-
-def test_deaths_count_only_where_the_run_gets_no_further():
-    dies = [script(0, KILLED, 0, reached=step) for step in (10, 20, 20, 30, 30)]
-    run = Run(*dies, FINISHES, again=1)
-    assert run.run() == 0 and run.started == ["abc"] * 6
-    run = Run(*dies, dies[-1], FINISHES, again=1)
-    assert run.run() == 0 and run.started == ["abc"] * 6 + ["ac"]
-
-
-def test_a_spare_host_takes_the_place_of_a_lost_one_at_once():
-    lost = [{"code": 0}, {"code": 255, "gone": True}, {"code": 0}]
-    run = Run(lost, FINISHES, names="abcd", spare=1, dead="b")
-    assert run.run() == 0 and run.started == ["abc", "adc"] and run.began[1] < 3
-    run = Run(lost, FINISHES, names="abcd", spare=1, silent="b")
-    assert run.run() == 0 and run.started == ["abc", "adc"] and 3 < run.began[1] < 12
-
-
-@pytest.mark.parametrize("spare", [0, 1])
-@pytest.mark.parametrize("slow", ["", "b"])
-def test_a_host_whose_agent_alone_died_goes_on(slow, spare):
-    """Also where another one waits and the new agent needs a while: its memory has the copies."""
-    lost = [{"code": 0}, {"code": 255, "gone": True}, {"code": 0}]
-    run = Run(lost, FINISHES, names="abcd"[: 3 + spare], spare=spare, slow=slow)
-    assert run.run() == 0 and run.started == ["abc", "abc"]
-    assert run.connected == [*"abcd"[: 3 + spare], "b"]
-
-
-def test_without_a_spare_host_the_others_go_on_after_the_patience():
-    lost = [{"code": 0}, {"code": 255, "gone": True}, {"code": 0}]
-    run = Run(lost, FINISHES, dead="b", patience_s=50)
-    assert run.run() == 0 and run.started == ["abc", "ac"]
-    assert run.began[1] == pytest.approx(1 + 50, abs=1)
-    assert run.connected.count("b") == pytest.approx(50, abs=2)  # once per second
-
-
-def test_survivors_are_ended_at_once():
-    """Also one that waits in the start-up barrier, where nobody watches the others."""
-    run = Run([{"code": None}, {"code": KILLED}, {"code": None}], FINISHES)
-    assert run.run() == 0 and run.started == ["abc", "abc"] and run.began[1] < 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
