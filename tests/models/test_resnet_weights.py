@@ -42,14 +42,13 @@ def random_model(config, seed=0, spread=0.3):
     return params, jax.tree.map(lambda x: np.abs(x) + 0.1, statistics)
 
 
-@pytest.mark.parametrize(("preset", "tensors"), [("resnet18", 122), ("resnet50", 320)])
-def test_as_many_tensors_as_in_torchvision(preset, tensors, tmp_path):
+def test_as_many_tensors_as_in_torchvision(tmp_path):
     """Their names are those that the forward pass below reads."""
-    config = resnet.PRESETS[preset]
+    config = resnet.PRESETS["resnet50"]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes_of(resnet, config))
     weights.save_resnet(tmp_path / "x.safetensors", *zeros, config, 3, {})
     stored = safetensors.numpy.load_file(tmp_path / "x.safetensors")
-    assert len(stored) == tensors
+    assert len(stored) == 320
     for name, x in stored.items():
         counts = name.endswith("num_batches_tracked")
         assert x.dtype == (np.int64 if counts else np.float32)

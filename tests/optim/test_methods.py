@@ -252,7 +252,6 @@ LAYOUTS = {
     ("devices", 4, 4, "random_out", 2): ["push_sum"],
     ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["dmsgd-awc"],
     ("vmap", 4, 1, "complete", 2): ["dmsgd-atc"],
-    ("block", 8, 4, "hierarchical", 1): ["dmsgd-atc"],
     ("block", 8, 4, "bidirectional_ring", 1): [
         *("accum_adamw-awc", "gradient_tracking", "quasi_global_sgd"),
     ],
