@@ -1,12 +1,11 @@
 """Records of its own for every replica: who owns what, in which order they come, and whole runs."""
 
-import itertools
-
 import numpy as np
 import pytest
 import small_runs
 import tiny
 from refusals import refuses
+from test_data_token_files import stream
 from toys.waves import Points
 
 from decent_jax.data import loader, partition
@@ -85,31 +84,23 @@ def test_sources_that_cannot_be_shared_out():
 SOURCE = Labelled(np.arange(103) % 2)
 
 
-def stream(steps, *, shares, processes=1, n=4, **kwargs):
-    """(steps, n, B): the records of global batches put together from ``processes``."""
-    parts = []
-    for replicas in np.split(np.arange(n), processes):
-        with loader.train_batches(
-            loader.Partitioned(SOURCE, shares), num_replicas=n, replicas=replicas, **kwargs
-        ) as batches:
-            parts.append(np.stack(list(itertools.islice(batches, steps))))
-    return np.concatenate(parts, axis=1)
-
-
 def test_each_replica_reads_its_own_records_once_an_epoch_in_any_number_of_processes():
     shares = partition.dirichlet(SOURCE.labels, 4, 0.3, seed=0)
-    batches = stream(25, seed=5, batch_size=12, shares=shares)  # 25 records a replica: 3 epochs
+
+    def read(steps, seed=5, **options):
+        source = loader.Partitioned(SOURCE, shares)
+        return stream(source, steps, num_replicas=4, batch_size=12, seed=seed, **options)
+
+    batches = read(25)  # 25 records a replica: 3 epochs
     for replica in range(4):
         epochs = batches[:, replica].reshape(3, 25)
         np.testing.assert_array_equal(np.sort(epochs), np.tile(shares.records(replica), (3, 1)))
         assert len({tuple(epoch) for epoch in epochs}) == 3
     ranks = np.stack([np.searchsorted(shares.records(r), batches[:, r].ravel()) for r in range(4)])
     assert len(set(map(tuple, ranks))) == 4  # each in an order of its own
-    assert not np.array_equal(batches, stream(25, seed=6, batch_size=12, shares=shares))
-    own = {"seed": 5, "batch_size": 12, "shares": shares}
-    np.testing.assert_array_equal(stream(25, processes=4, **own), batches)
-    later = stream(3, start_step=20, processes=2, prefetch=0, **own)
-    np.testing.assert_array_equal(later, batches[20:23])
+    assert not np.array_equal(batches, read(25, seed=6))
+    np.testing.assert_array_equal(read(25, processes=4), batches)
+    np.testing.assert_array_equal(read(3, start_step=20, processes=2, prefetch=0), batches[20:23])
 
 
 # --- whole runs -----------------------------------------------------------------------------------

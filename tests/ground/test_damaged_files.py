@@ -191,3 +191,15 @@ def test_a_record_replaces_a_longer_one_whole(tmp_path):
     for entries in ({"seconds": 1234567.891, "host": "a"}, {}):
         json_files.overwrite_json(path, entries)
         assert json_files.read_json(path) == entries
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ConfigError, DataError, RunError])
+@pytest.mark.parametrize("length", [10, 300, 4000])
+def test_a_long_path_costs_no_word_of_the_sentence(kind, length):
+    path = "/" + "x" * length + "/config.json"
+    words = "--workdir {} holds another run (seed: 1 -> 2), from {}; take another --workdir"
+    said = str(kind(words.format(path, path)))
+    assert len(said) <= kind.longest
+    for part in ("--workdir /x", "json holds another run (seed: 1 -> 2), from /x"):
+        assert part in said
+    assert said.endswith("config.json; take another --workdir")
