@@ -10,12 +10,11 @@ import jax
 import pytest
 import tiny
 from refusals import refused, refuses
-from several import cluster_flags, free_port, said, until
+from several import free_port, said, until
 
 from decent_jax import train
 from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster import start as cluster
-from decent_jax.commands import main as command
 from decent_jax.ground.errors import PEER_LOST, ConfigError
 from decent_jax.train import config as config_lib
 
@@ -262,14 +261,3 @@ def test_simulated_devices_find_threads_to_wait_in(flag, threads, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_{flag}")
     cluster.start(config_lib.default_config())
     assert os.environ["PJRT_NPROC"] == str(threads)
-
-
-@pytest.mark.usefixtures("joins")
-def test_train_names_a_host_that_never_comes(tmp_path, tiny_data, capsys):
-    path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
-    flags = ["--config", str(path), "--workdir", str(tmp_path / "run")]
-    flags += [*cluster_flags(free_port(), 2, 0), "--config.cluster.timeout_s=1"]
-    assert command.train(flags, "train.py") == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("train.py: process 1 of 2 did not connect within 1 s")
-    assert not (tmp_path / "run").exists()

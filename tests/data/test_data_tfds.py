@@ -1,13 +1,12 @@
 """Folders of images that TFDS prepared as array_record."""
 
-import io
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from PIL import Image
+from mini_imagenet import encoded
 from refusals import refuses
 
 from decent_jax.data.images import prepare_images
@@ -19,9 +18,7 @@ CLASSES, SHARDS = ("cat", "dog", "eel"), 2
 
 def picture(k):
     pixels = np.random.default_rng(k).integers(0, 255, (9, 8, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "jpeg")
-    return {"image": file.getvalue(), "label": k % 3, "file_name": f"{k}.jpg"}
+    return {"image": encoded(pixels), "label": k % 3, "file_name": f"{k}.jpg"}
 
 
 IMAGES = {

@@ -3,6 +3,7 @@
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -55,10 +56,7 @@ def test_characters_have_nanogpts_ids():
     assert len(tokenizers.CharTokenizer("".join(map(chr, range(32, 70_000)))).dtype.name) == 6
 
 
-@pytest.mark.parametrize(
-    ("unknown", "code"),
-    [("é", "U+00E9"), ("\t", "U+0009"), ("🙂", "U+1F642"), ("\ufffd", "U+FFFD")],
-)
+@pytest.mark.parametrize(("unknown", "code"), [("\t", "U+0009"), ("🙂", "U+1F642")])
 def test_an_unknown_character_is_named(unknown, code, tmp_path, capsys):
     """In the validation text, in a prompt, and in a text with the characters of another."""
     (tmp_path / "train.txt").write_text(SHAKESPEARES)
@@ -135,26 +133,14 @@ def test_unknown_id_is_named(bad):
         tokenizers.load("bytes").decode([65, bad])
 
 
-class Hub(SimpleNamespace):
-    """The class of the library, without a network."""
-
-    from_str = staticmethod(Tokenizer.from_str)
-
-
 def test_gpt2_is_downloaded_or_refused_in_one_sentence(monkeypatch, tmp_path):
     made = Tokenizer.from_file(str(gpt2_json(tmp_path)))
-
-    def offline(*args):
-        raise ConnectionError("no route\nto host")
-
-    for download, works in ((lambda name: made, True), (offline, False)):
-        monkeypatch.setattr("tokenizers.Tokenizer", Hub)
-        monkeypatch.setattr(Hub, "from_pretrained", staticmethod(download), raising=False)
-        if works:
-            assert tokenizers.load("gpt2").encode("Hello world").tolist() == [15496, 995]
-        else:
-            with refuses("--tokenizer FILE.json", error=DataError):
-                tokenizers.load("gpt2")
+    downloads = Mock(side_effect=[made, ConnectionError("no route\nto host")])
+    hub = SimpleNamespace(from_str=Tokenizer.from_str, from_pretrained=downloads)
+    monkeypatch.setattr("tokenizers.Tokenizer", hub)  # the class of the library
+    assert tokenizers.load("gpt2").encode("Hello world").tolist() == [15496, 995]
+    with refuses("--tokenizer FILE.json", error=DataError):
+        tokenizers.load("gpt2")
 
 
 def test_from_manifest(tmp_path):

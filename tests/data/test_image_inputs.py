@@ -1,12 +1,9 @@
 """Crops of photographs: which part, where its pixels lie, and the same batches from any reader."""
 
-import io
-
 import jax
 import mini_imagenet as mini
 import numpy as np
 import pytest
-from PIL import Image
 from refusals import refuses
 
 from decent_jax.data import loader
@@ -64,11 +61,9 @@ def test_where_no_draw_fits_the_centre_is_taken(size, wanted):
 # --- where the pixels lie -------------------------------------------------------------------------
 
 
-def encoded(pixels, format="JPEG", **options):
-    buffer = io.BytesIO()
-    options = {"quality": 100, "keep_rgb": True} | options if format == "JPEG" else options
-    Image.fromarray(pixels).save(buffer, format, **options)
-    return buffer.getvalue()
+def encoded(pixels, format="JPEG"):
+    exact = {"quality": 100, "keep_rgb": True} if format == "JPEG" else {}
+    return mini.encoded(pixels, format, **exact)
 
 
 SLOPE = 0.23  # levels a pixel

@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from mini_imagenet import encoded
 from PIL import Image
 from refusals import refuses
 
@@ -20,12 +21,6 @@ def picture(height=40, width=52, mode="RGB", seed=0):
     rough = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     image = Image.fromarray(rough).resize((width, height), Image.Resampling.BICUBIC)
     return image.convert(mode)
-
-
-def encoded(image, format="JPEG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 def by_pillow(data):
@@ -96,7 +91,7 @@ def test_every_kind_of_file(kind):
 def test_16_bits_keep_the_upper_8():
     grey = np.linspace(0, 65535, 40 * 52).reshape(40, 52).astype(np.uint16)
     wanted = np.repeat((grey >> 8)[..., None], 3, axis=-1)
-    np.testing.assert_array_equal(jpeg.decode(encoded(Image.fromarray(grey), "PNG")), wanted)
+    np.testing.assert_array_equal(jpeg.decode(encoded(grey, "PNG")), wanted)
     rgb = np.random.default_rng(0).integers(0, 65536, (9, 7, 3)).astype(np.uint16)
     data = cv2.imencode(".png", rgb[..., ::-1])[1].tobytes()
     np.testing.assert_array_equal(jpeg.decode(data), rgb >> 8)
@@ -104,7 +99,7 @@ def test_16_bits_keep_the_upper_8():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pixels_without_a_known_range_are_refused(dtype):
-    data = encoded(Image.fromarray(np.full((9, 8), 7, dtype)), "TIFF")
+    data = encoded(np.full((9, 8), 7, dtype), "TIFF")
     with refuses("mode"):
         jpeg.decode(data)
 
@@ -149,7 +144,7 @@ def test_no_image():
     with refuses("empty"):
         jpeg.read_header(b"")
     for data in (b"<html>Not found</html>", b"\xff", b"\xff\xd8\xff", bytes(1000)):
-        with refuses("no image"):
+        with refuses("image"):
             jpeg.read_header(data)
 
 

@@ -18,16 +18,16 @@ def images():
     """{"train": {(wnid, file name): bytes}, "val": ...} in the order in which records come."""
     rng = np.random.default_rng(0)
     train = {
-        (wnid, f"{wnid}_{number}.JPEG"): _encoded(rng)
+        (wnid, f"{wnid}_{number}.JPEG"): _drawn(rng)
         for wnid in WNIDS
         for number in sorted(rng.choice(20000, TRAIN_IMAGES, replace=False).tolist(), key=str)
     }
     names = list(train)
-    train[names[1]] = _encoded(rng, mode="L")
-    train[names[8]] = _encoded(rng, mode="CMYK")
-    train[names[20]] = _encoded(rng, kind="PNG")
+    train[names[1]] = _drawn(rng, mode="L")
+    train[names[8]] = _drawn(rng, mode="CMYK")
+    train[names[20]] = _drawn(rng, kind="PNG")
     wnids = rng.permutation(np.repeat(WNIDS, VAL_IMAGES)).tolist()
-    val = {(w, f"ILSVRC2012_val_{i:08}.JPEG"): _encoded(rng) for i, w in enumerate(wnids, 1)}
+    val = {(w, f"ILSVRC2012_val_{i:08}.JPEG"): _drawn(rng) for i, w in enumerate(wnids, 1)}
     return {"train": train, "val": dict(sorted(val.items()))}
 
 
@@ -49,10 +49,16 @@ def write_folders(path, splits=("train", "val"), val="val"):
     return path
 
 
-def _encoded(rng, mode="RGB", kind="JPEG"):
+def _drawn(rng, mode="RGB", kind="JPEG"):
     width, height = rng.integers(20, 60, 2).tolist()
     colours = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8))
-    file = io.BytesIO()
     picture = colours.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
-    picture.save(file, kind, quality=85)
+    return encoded(picture, kind, quality=85)
+
+
+def encoded(picture, kind="JPEG", **options):
+    """The bytes of a file of an image or an array."""
+    file = io.BytesIO()
+    picture = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    picture.save(file, kind, **options)
     return file.getvalue()
