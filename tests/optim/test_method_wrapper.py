@@ -23,7 +23,6 @@ RING, STATIC, COMPLETE = (
 
 METHODS = {
     "early": lambda inner: optim.decentralized(inner, RING),
-    "early, with moments": lambda inner: optim.gossiped_momentum(inner, RING, "awc"),
     "delayed": lambda inner: optim.diloco(inner, COMPLETE, delay=1, carry=True),
     "neither": lambda inner: optim.push_sum(inner, STATIC),
     "without rounds": optim.all_reduce,

@@ -84,9 +84,10 @@ def test_muon_of_a_config_on_one_replica_is_optax_s():
     stacked = jax.tree.map(lambda x: x[None], x)
     state, state_own = jax.vmap(tx.init)(stacked), own.init(x)
     step = jax.jit(jax.vmap(harness.step_of(tx, lambda x: x, 0), axis_name="replica"))
+    update = jax.jit(own.update)
     for _ in range(4):
         stacked, state = step(stacked, state)
-        updates, state_own = own.update(x, state_own, x)
+        updates, state_own = update(x, state_own, x)
         x = optax.apply_updates(x, updates)
     assert_close(replicas.take(stacked, 0), x, rtol=1e-12, atol=0)
 
@@ -176,6 +177,7 @@ def test_a_convolution_is_a_matrix_to_muon():
     config.optimizer.update(name="muon", clip_norm=0.0)
     tx = algorithm.transformation(parse(config), topology.make("complete", 1), 0.05)
 
+    @jax.jit
     def step(x):
         return tx.update(x, tx.init(x), jax.tree.map(jnp.zeros_like, x), round=None)[0]
 

@@ -109,9 +109,9 @@ def test_complex_numbers_as_in_optax():
     x, *gradients = jnp.asarray(rng.normal(size=(5, 3)) + 1j * rng.normal(size=(5, 3)))
     both = []
     for tx in (optim.accum_adamw(0.1, accum_steps=1), optax.adam(0.1)):
-        state = tx.init(x)
+        state, update = tx.init(x), jax.jit(tx.update)
         for g in gradients:
-            updates, state = tx.update(g, state, x)
+            updates, state = update(g, state, x)
         both.append(updates)
     np.testing.assert_allclose(*both, rtol=1e-9)
 

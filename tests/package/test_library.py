@@ -75,10 +75,9 @@ def test_a_step_in_jit_sends_one_message_for_each_array(axis_type, users_hlo):
     assert np.isfinite(got["kernel"]).all()
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_the_consensus_of_replicas_along_a_mesh_axis(axis_type):
+def test_the_consensus_of_replicas_along_a_mesh_axis():
     """As jax.make_mesh gives it, whose axes are Explicit unless one asks for Auto."""
-    params, mesh = random_tree(), mesh_of(axis_type)
+    params, mesh = random_tree(), mesh_of(AxisType.Explicit)
     there = placed(mesh, params)
     mean, distance = replicas.consensus_mean(there), replicas.consensus_distance(there)
     for key in SHAPES:
