@@ -57,7 +57,7 @@ def prepare(address: str) -> None:
 
 @contextlib.contextmanager
 def running(settings: Ray, needs: Sequence[float] = (), store: int = 0) -> Iterator[None]:
-    """A context in which Ray is connected, at the address or else on this machine.
+    """A context with a connection to Ray, at ``settings.address`` or else on this machine.
 
     Args:
       settings: the section ``ray`` of the config.
@@ -66,7 +66,7 @@ def running(settings: Ray, needs: Sequence[float] = (), store: int = 0) -> Itera
 
     Raises:
       ConfigError: no Ray cluster answers at the address, or it has no room for the actors; or this
-        process has imported Ray before `prepare`, without authentication.
+        process imported Ray, without authentication, before it called `prepare`.
       Interrupted: SIGTERM arrived while Ray started.
     """
     import ray  # after `prepare`

@@ -8,7 +8,7 @@ nothing had failed, without reading arrays from a shared disk.
 The file ``STEP.own`` (`decent_jax.checkpoints.shard_file`) is renamed into place once it is
 complete. Two complete checkpoints are kept while the next one is written, so processes that are up
 to ``recovery.every`` steps apart have one in common. With ``recovery.mirror`` a process also stores
-the rows of the process before it, in ``STEP.mirror``, in case its host is lost.
+the rows of the process before it, in ``STEP.mirror``, in case the host of that process is lost.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ class MemoryCheckpoints:
 
     Args:
       folder: where this process stores them.
-      every: steps between two checkpoints; `AUTOMATIC`: `settle` chooses it after the first one.
+      every: steps between two checkpoints; `AUTOMATIC`: `settle` chooses this number after the
+        first checkpoint.
       run: the identity of the run.
       say: called with sentences for the user.
       mirror: exchanges rows with the neighbouring processes; None: no mirror is stored.
@@ -82,7 +83,7 @@ class MemoryCheckpoints:
         Args:
           done: number of steps done.
           state: the state after these steps, whose arrays need not be computed yet.
-          meta: metadata of the checkpoint; the ``sums`` of its row are still on the devices.
+          meta: metadata of the checkpoint; ``meta["row"]["sums"]`` are arrays on the devices.
         """
         if self._writing is not None:
             self._writing.result()
@@ -104,7 +105,7 @@ class MemoryCheckpoints:
           step_s: seconds per step.
 
         Returns:
-          Whether this call chose it; the first call cannot, for lack of a checkpoint to time.
+          Whether this call chose ``every``; the first call has no checkpoint to time, so it cannot.
         """
         if self.every != AUTOMATIC or self._writing is None:
             return False
@@ -353,7 +354,7 @@ def _make(folder: Path) -> None:
 
 
 def common(own: list[list[int]], mirrored: list[list[int]], after: int) -> int | None:
-    """The newest step after ``after`` whose rows all exist, in their own or a mirror file.
+    """The newest step after ``after`` whose rows all exist, in an own or a mirror file.
 
     Args:
       own: steps for which each process has its own rows.

@@ -3,8 +3,8 @@
 ``checkpoints/STEP`` and ``best/STEP`` are renamed into place once their contents are on disk. Each
 holds a folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
 `decent_jax.checkpoints.arrays`) and ``meta.json``: step, replicas, config, position, the identity
-of the run, and a checksum of every array. A name that starts with a dot is not a checkpoint: it is
-being written or removed, and the next start of the run deletes it.
+of the run, and a checksum of every array. A folder whose name starts with a dot is not a
+checkpoint: it is being written or removed, and the next start of the run deletes it.
 """
 
 import contextlib
@@ -103,13 +103,13 @@ class Checkpointer:
         accum_steps: int,
         say: Callable[[str], object] = log.warning,
     ) -> tuple[TrainState, Json] | None:
-        """The newest intact checkpoint, with its meta; None if there is no checkpoint.
+        """The state and the meta of the newest intact checkpoint; None if there is no checkpoint.
 
         Args:
           like: shapes and dtypes of the state (n, ...), from `jax.eval_shape`.
           placement: the replicas and their devices. If the checkpoint has another number of
-            replicas, all start from its mean (parameters, moments and moving average), and a
-            partial window of accumulated gradients is dropped.
+            replicas, all start from the mean of its replicas (parameters, moments and moving
+            average), and a partial window of accumulated gradients is dropped.
           accum_steps: the window of accumulated Adam, in steps.
           say: called with each message for the user.
 

@@ -67,7 +67,7 @@ class _Process:
 
 
 class Agent:
-    """Starts one process after the other, as the supervisor asks.
+    """Starts processes, one after another, as the supervisor asks.
 
     Args:
       commands: descriptor of the supervisor's commands.
@@ -83,7 +83,7 @@ class Agent:
         self._say("here")
 
     def serve(self) -> list[str] | None:
-        """Obey the supervisor until it is gone.
+        """Execute the supervisor's commands until it is gone.
 
         Returns:
           None in the agent; in each process that it started, the program and its arguments.

@@ -55,7 +55,7 @@ def agreement(config: Mapping[str, object], count: int) -> str:
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs (sender, receiver); together they have all ordered pairs.
+    """Rounds of disjoint pairs (sender, receiver); together they contain all ordered pairs.
 
     >>> rounds_of_pairs(3)
     [[(1, 2)], [(2, 1)], [(0, 2)], [(2, 0)], [(0, 1)], [(1, 0)]]
@@ -75,7 +75,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 def measure(
     devices: list[jax.Device], hosts: list[str], num_bytes: int, repeats: int, quiet: bool
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Measure latency and bandwidth between devices of different processes; all must call this.
+    """Measure latency and bandwidth between devices; every process must call this.
 
     Each device sends a message to its partner, which answers with a short one; see `links`.
 
@@ -87,9 +87,9 @@ def measure(
       quiet: whether to print nothing.
 
     Returns:
-      Latencies in seconds and bandwidths in bytes per second, (n, n) float64, where device i sends
-      row i; the diagonals are 0 and infinite. Third, lines on how the hosts reach each other, see
-      `ways`.
+      Latencies in seconds and bandwidths in bytes per second, (n, n) float64; row i is for messages
+      from device i, and the diagonals are 0 and infinite. Third, lines on how the hosts reach each
+      other, see `ways`.
     """
     index, n = jax.process_index(), len(devices)
     mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)

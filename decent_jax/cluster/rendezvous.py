@@ -1,9 +1,9 @@
-"""A start-up barrier before jax's own, at which every process reports a problem in one sentence.
+"""A start-up barrier before jax's own, at which every process reports any problem in one sentence.
 
 In jax's start-up, a process that waits too long ends with a stack trace, one that cannot listen
 ends with a segmentation fault, and processes with different configs hang or train nonsense.
 Therefore process 0 first listens at the coordinator's port itself. The others connect, authenticate
-with the run's secret (`ground.connections`), and send a **hello**: their number, the process count,
+with the run's secret (`ground.connections`), and send a **hello**: their index, the process count,
 their host and a **description** of themselves (versions and config). Once all have connected,
 process 0 sends them the list of hosts, or the reason why they cannot start, and frees the port for
 jax.
@@ -90,7 +90,7 @@ def barrier(
     Args:
       address: ``host:port`` of process 0, where nothing listens yet.
       count: number of processes.
-      index: number of this process.
+      index: index of this process, from 0.
       description: values that must be equal on all processes, see `describe`.
       timeout_s: seconds to wait for the others.
       folder: where the processes find their secret if the variable `SECRET` is not set.
@@ -136,7 +136,7 @@ class _Group:
     """The processes that have connected to process 0.
 
     Attributes:
-      hellos: the hello of each process, by its number.
+      hellos: the hello of each process, by its index.
       refusal: why they cannot start together; None: so far, they can.
       changed: notified when a process connects; its lock guards all of this.
     """

@@ -197,7 +197,8 @@ def check_interface(wanted: str) -> None:
         leading ``=`` the names are exact, with a leading ``^`` such cards are excluded.
 
     Raises:
-      ConfigError: no card fits. NCCL would fail only at the first exchange, and others would hang.
+      ConfigError: no card fits. NCCL would fail only at the first exchange, and the other processes
+        would hang.
     """
     cards = [name for _, name in socket.if_nameindex()]
     excluded, names = wanted.startswith("^"), wanted.removeprefix("^")
@@ -263,7 +264,7 @@ def limit_exchanges(seconds: int) -> None:
     """Let an exchange between processes fail after ``seconds``; by default, it never does on GPUs.
 
     Call it before jax creates the first device, when XLA reads its flags. Timeouts that the user
-    has set stay.
+    has set are kept.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
@@ -287,7 +288,7 @@ def _threads_for_simulated_devices() -> None:
 def choose_devices(
     num_replicas: int, wanted: int, by_process: Sequence[Sequence[jax.Device]] | None = None
 ) -> list[jax.Device]:
-    """Devices for the replicas in the order of processes, the same number from each process.
+    """Devices for the replicas, ordered by process, the same number from each process.
 
     Args:
       num_replicas: number of replicas, times the devices per replica if they are sharded.
@@ -295,7 +296,7 @@ def choose_devices(
       by_process: the devices of each process; None: all devices of this program.
 
     Raises:
-      ConfigError: there is no such number, or processes have too few devices.
+      ConfigError: ``wanted`` does not fit the replicas and processes; with 0, no number does.
     """
     if by_process is None:
         by_process = [jax.local_devices(process_index=p) for p in range(jax.process_count())]

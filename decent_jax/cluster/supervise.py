@@ -62,7 +62,7 @@ class Member:
 
 
 class AgentLink:
-    """The supervisor's handle of an agent; the agent ends when this process does.
+    """The supervisor's connection to an agent; the agent ends when this process does.
 
     Args:
       argv: the agent's command.
@@ -188,7 +188,7 @@ class Supervisor:
       count: number of processes.
       connect: ``connect(member)`` starts an agent on that host and returns its `AgentLink`.
       start: ``start(members, attempt)`` lets the agent of each member start its process.
-      patience_s: seconds for the others to end after a failure, and for agents to become ready.
+      patience_s: seconds for other processes to end after a failure, and for agents to get ready.
       again: how often a host's process is restarted if the run makes no progress in between.
       say: called with sentences for the user.
       clock: has ``monotonic()`` and ``sleep(seconds)``.

@@ -191,7 +191,8 @@ def lost_peers_told() -> Iterator[None]:
     """In this context, a failed exchange ends this process and names the lost process.
 
     A connection breaks at once, but which process broke it is known only after ``heartbeat_s``, so
-    this process waits for the watch to end it. Any other error here ends all other processes, too.
+    this process waits for the watch to end it. Any other error in the context ends all other
+    processes, too.
 
     Raises:
       PeerLost: an exchange failed although all processes are alive.

@@ -3,8 +3,8 @@
     decent-jax export --workdir runs/quickstart --out model.safetensors
 
 The arrays of a GPT-2 or Llama are named as in `transformers`, which loads ``model.safetensors``
-with the ``config.json`` written next to it. A translation Transformer becomes a Marian model there,
-or a Pegasus if its LayerNorms come first. The arrays of a ResNet are named as in torchvision and
+with the ``config.json`` written next to it. A translation Transformer is saved as a Marian model,
+or as a Pegasus if its LayerNorms come first. The arrays of a ResNet are named as in torchvision and
 include the batch-norm statistics of its evaluation; its ``config.json`` holds the architecture, the
 classes, and the normalization of images.
 """

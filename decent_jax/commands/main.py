@@ -123,7 +123,7 @@ def console() -> None:
 
 
 def train(argv: list[str], prog: str) -> int:
-    """Train as the command line ``argv`` says; ``prog`` prefixes the messages.
+    """Train as specified by the command line ``argv``; ``prog`` prefixes the messages.
 
     Returns 0 when done, 1 if training failed, 2 if it never started, 75 if another process was
     lost, and 128 + signal if it was interrupted.
@@ -166,7 +166,7 @@ def _train(argv: list[str], prog: str) -> int:
 
 @contextlib.contextmanager
 def sigterm_told(prog: str) -> Iterator[None]:
-    """In this context, SIGTERM ends the process at once, with a sentence and code 143.
+    """In this context, SIGTERM ends the process at once, with a message and exit code 143.
 
     This also works during a long C++ call, such as a compilation: a thread waits for the signal,
     whereas Python's handler would run only after the call. Other code may set its own handler

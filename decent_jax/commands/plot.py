@@ -5,8 +5,8 @@
 One run is drawn to RUN/curves.png, several runs to comparison.png in the current folder. If plotly
 is installed (extra "page"), the command also writes a self-contained HTML page next to the picture,
 RUN/report.html or comparison.html: curves with values on hover, results, a breakdown of the time,
-and settings that differ. With --mean, runs that differ only in their seed become one line with a
-band, against steps, time and bytes sent, and there is no page.
+and settings that differ. With --mean, runs that differ only in their seed are drawn as one line
+with a band, against steps, time and bytes sent, and no page is written.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Show the progress and the failures of a run, whether it still runs or not.
+"""Show the progress and the failures of a run, whether or not it is still running.
 
     decent-jax status RUN [RUN ...] [--json]
 

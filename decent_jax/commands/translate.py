@@ -1,4 +1,4 @@
-"""Translate sentences with the consensus model of a run, one per line.
+"""Translate sentences, one per line, with the consensus model of a run.
 
     decent-jax translate --workdir runs/numbers < sentences.en > sentences.de
 

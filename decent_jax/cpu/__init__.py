@@ -21,7 +21,7 @@ COMPILER_OPTIONS: dict[str, bool | str | int] = {
 
 
 def computed_once(x: jax.Array) -> jax.Array:
-    """``x`` (and its gradient in the backward pass), materialized before it is used.
+    """``x`` behind an optimization barrier, so it and its gradient are materialized before use.
 
     XLA for CPUs recomputes a cheap sum in every fusion that uses it. The gradient of a residual
     stream is a sum over all later branches, and every matrix product in an earlier branch

@@ -31,7 +31,7 @@ class Parts(NamedTuple):
     send: code for one device, ``(outgoing, rnd) -> message``.
     apply: code for one device, ``(outgoing, local, message, [result], rnd) -> (state, metrics)``.
     finish: ``((state, metrics), t) -> (state, metrics)``, for all devices.
-    several: whether a message overlaps several steps, with a tuple of batches; `compute` then
+    several: whether a message overlaps several steps; `compute` then takes a tuple of batches and
       donates ``local``.
     """
 

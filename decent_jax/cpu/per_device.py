@@ -1,7 +1,7 @@
 """One program per CPU device, for code that communicates nothing.
 
-XLA's CPU client runs multi-device programs one after the other, whichever threads start them, so
-that each has a thread for every device. A gradient on two devices would therefore wait until a
+XLA's CPU client runs multi-device programs one after another, whichever threads start them, so that
+each program has a thread for every device. A gradient on two devices would therefore wait until a
 message has arrived. Single-device programs do not wait.
 """
 

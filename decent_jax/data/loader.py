@@ -3,7 +3,7 @@
 The examples form one stream, the same for any number of replicas and processes: row j of replica r
 at step t is example `t * batch_size + r * B + j`, where `B = batch_size // num_replicas`. A resumed
 run therefore seeks to its step instead of reading up to it, and the global batch of a step holds
-the same records in every layout.
+the same records however many replicas and processes share it.
 
 With a partition there is one such stream per replica, over the replica's own records: row j at step
 t is example `t * B + j`. The stream does not depend on the placement of replicas on processes and
@@ -92,10 +92,11 @@ def train_batches(
     """Endless training batches of this process, from step `start_step` on.
 
     Each epoch visits every record once, in a new order; a batch may straddle two epochs. With a
-    partition, each epoch of a replica visits every record of that replica once. If the source has
-    a method `of_epoch(index, epoch)`, it returns the number of the record to read in place of
-    `index`. If it has a method `augment(record, generator)`, the batches hold its results; the
-    random numbers depend only on the example's position in the stream, not on who reads it.
+    partition, each epoch of a replica visits every record of that replica once. If the source has a
+    method `of_epoch(index, epoch)`, the record read is `source[of_epoch(index, epoch)]`, not
+    `source[index]`. If it has a method `augment(record, generator)`, the batches hold its results;
+    the random numbers depend only on the example's position in the stream, not on the process that
+    reads it.
 
     Args:
       source: records that all replicas share, or `Partitioned`. `source[i]` is an array or a pytree
@@ -180,7 +181,7 @@ def is_fixed(source: Any) -> bool:
 
 
 def all_records(source: Any) -> Any:
-    """All records of an `is_fixed` source, stacked in the order of their numbers: (n, ...).
+    """All records of an `is_fixed` source, stacked in order: (n, ...).
 
     Raises:
       DataError: a record cannot be read.

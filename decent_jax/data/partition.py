@@ -173,7 +173,7 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 
 
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
-    """(n, K) int64: how many records of each class each replica takes, `each` in all.
+    """(n, K) int64: how many records of each class each replica takes; rows add up to `each`.
 
     This has the same distribution as drawing one record at a time in random order, and redrawing if
     a class is exhausted.

@@ -122,7 +122,8 @@ def listen(
 
     Args:
       host: an IP address of this machine.
-      serve: called with each connection in a separate thread; the connection is closed after it.
+      serve: called with each connection in a separate thread; the connection is closed when
+        ``serve`` returns.
     """
 
     def serve_until_the_end(connection: Connection, _: str) -> None:
@@ -143,7 +144,9 @@ def free_port() -> int:
 
 
 def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:
-    """A connection to the `Listener` at an address; it and the handshake may take ``seconds`` each.
+    """A connection to the `Listener` at an address, authenticated.
+
+    Connecting and the handshake may take ``seconds`` each.
 
     Raises:
       OSError: nothing listens there.

@@ -17,7 +17,7 @@ class Unavailable(ImportError):
 
 
 def need_system(what: str, *systems: str) -> None:
-    """Checks that this is one of ``systems``, before importing a module that others lack.
+    """Checks that the operating system is one of ``systems``, before importing what others lack.
 
     Args:
       what: the feature that needs such a system.
@@ -35,7 +35,7 @@ def need_system(what: str, *systems: str) -> None:
 
 
 def need(extra: str, *packages: str) -> None:
-    """Checks for packages that ``pip install decent_jax`` does not install, before their import.
+    """Checks for packages that ``pip install decent_jax`` does not install, before importing them.
 
     Args:
       extra: the extra in pyproject.toml that lists the packages.

@@ -275,7 +275,7 @@ def check_rules(config: object, *rules: tuple[object, str, str]) -> None:
 
 
 def check_allowed(config: Any, allowed: Mapping[str, Sequence[object]]) -> None:
-    """Checks that fields have values that the config's ``trainer`` supports: {field: values}.
+    """Checks fields against ``allowed``, the values that the config's ``trainer`` supports.
 
     Raises:
       ConfigError: the message names the first unsupported value.

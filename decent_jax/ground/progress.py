@@ -32,7 +32,7 @@ def announce(
     Args:
       message: the text without the three dots.
       quiet: whether to print nothing.
-      brief: whether to print waits shorter than ``after_s`` too, unless they raised an error.
+      brief: whether to print even a wait that ends within ``after_s`` without an error.
       after_s: seconds before the first words, so that a command that is refused sooner prints only
         the reason.
     """

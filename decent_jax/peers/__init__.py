@@ -1,7 +1,7 @@
 """Peers: asynchronous, elastic gossip that waits neither for stragglers nor for dead peers.
 
 A peer is an ordinary training run on the devices of one machine. Random pairs of peers average
-their parameters, without a barrier, a leader or a common step (`decent_jax.peers.protocol`). Ray
+their parameters asynchronously, without a barrier or a leader (`decent_jax.peers.protocol`). Ray
 starts the peers and detects dead ones. See docs/peers.md.
 """
 

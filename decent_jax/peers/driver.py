@@ -83,7 +83,7 @@ def compile_step(config: Config, experiment: Experiment, work: Workdir) -> None:
 
 
 def dry_run(config: Config) -> None:
-    """Time the step of one peer here; no step waits for a pairwise average.
+    """Time the step of one peer on this machine; no step waits for a pairwise average.
 
     Raises:
       ConfigError: the run would be refused.
@@ -97,7 +97,7 @@ def dry_run(config: Config) -> None:
 
 
 class Aggregate:
-    """Metrics and consensus model from the reports and snapshots of all peers.
+    """Computes metrics and the consensus model from the reports and snapshots of all peers.
 
     Args:
       config: the run's config.

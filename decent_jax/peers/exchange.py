@@ -1,7 +1,7 @@
 """Exchanges the messages of `decent_jax.peers.protocol` over a connection.
 
-Each side ends the average if its connection breaks or its ``peers.exchange_s`` pass. A peer that
-joins also requests a state over such a connection.
+Each side ends the average if its connection breaks or after ``peers.exchange_s``. A peer that joins
+also requests a state over such a connection.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Membership: which peers are alive, and the progress of each and of all together.
 
-The membership lives in the process of `train.py`, without which there are no peers either; peers
-call it over a connection.
+The membership lives in the process of `train.py`, with which all peers end anyway; peers call it
+over a connection.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ class Membership:
     def beat(
         self, rank: int, generation: int, address: Address, report: Json
     ) -> tuple[int, Members] | str:
-        """Take a peer's report; returns all steps and `members`, or how the peer must end.
+        """Take a peer's report; returns the total steps and `members`, or how the peer must end.
 
         A peer must end with "stop" if it was removed, and with "lag" if it was silent while the
         others made more than ``peers.max_lag`` steps of progress, unless it has kept up: if only

@@ -264,8 +264,8 @@ def _is_manifest(value: Any) -> bool:
 def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
     """{rank: step of its newest checkpoint} for the peers that resume.
 
-    These are the peers that were alive; if none of them has saved, they are the peers that died or
-    left.
+    These are the peers that were alive at the end of the last session; if none of them has saved,
+    they are the peers that died or left.
     """
     entries = manifest.get("peers", {})
     saved = {rank: saved_steps(workdir / FOLDER / rank) for rank in entries}

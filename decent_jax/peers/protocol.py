@@ -229,7 +229,7 @@ class Averager:
 
     @property
     def members(self) -> Mapping[str, Address]:
-        """{name: address} of the peers that train, this one included; empty if it was suspended.
+        """{name: address} of the peers that train, this one included; empty after a suspension.
 
         A peer averages only with members: the parameters of a peer that has not joined, or was
         silent for long, are of no use.
@@ -321,8 +321,8 @@ class Averager:
     def agree(self, name: str) -> bool:
         """Whether this peer takes part; if so, it is reserved until the message arrives.
 
-        Without that, peers that ask at shorter intervals than a message takes would all be busy
-        asking when it arrives, and no average would ever complete.
+        Without the reservation, peers that ask at shorter intervals than a message takes would all
+        be busy asking when messages arrive, and no average would ever complete.
         """
         return self._begin(name) is not None
 

@@ -93,8 +93,8 @@ def method(
 ) -> optim.Method:
     """The method of one stage of a replica, for gradients that are already clipped.
 
-    Clipping comes first because it needs the norm over all stages. For the same reason,
-    ``all_reduce`` receives averaged gradients, so that its method has no rounds.
+    Clipping comes first because it needs the norm over all stages. For ``all_reduce``, gradients
+    are averaged even before that, so its method has no rounds.
     """
     unclipped = config_lib.changed(config, **{"optimizer.clip_norm": 0.0})
     mask = pieces.decay_mask

@@ -26,7 +26,7 @@ class Workers:
     """The actors of a grid; leaving the context kills all of them.
 
     Attributes:
-      specs: position and run of each worker, replica by replica, in the order of all results.
+      specs: position and run of each worker, replica by replica; all results are in this order.
 
     Args:
       config: the run's config.

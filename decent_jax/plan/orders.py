@@ -23,7 +23,7 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
       name: one of `ORDERS`.
       stages: S, the number of stages.
       micro_batches: number of micro-batches per step.
-      stage: number of the stage, 0 to S - 1.
+      stage: index of the stage, 0 to S - 1.
     """
     all_first = name == "gpipe" and stage < stages - 1
     ahead = micro_batches if all_first else min(stages - 1 - stage, micro_batches)

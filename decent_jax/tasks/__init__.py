@@ -160,8 +160,8 @@ class TaskModule(Protocol):
 class Task(Protocol):
     """The trainer's interface to a task, written for one replica, without a replica axis.
 
-    Subclasses inherit the defaults. A task may have more functions. ``measure(block)`` returns
-    measurements of a host batch ``(L, B, ...)``, the rows of this process's L replicas;
+    Subclasses inherit the defaults. A task may also have these functions. ``measure(block)``
+    returns measurements of a host batch ``(L, B, ...)``, the rows of this process's L replicas;
     metrics.jsonl records the means from process 0, as a sample. ``score(params, pause)`` returns
     scores of the consensus model ``params`` (host arrays); every process calls it at every
     evaluation. Between batches, equally often in every process, it calls ``pause()``, in which a

@@ -29,8 +29,8 @@ def augment(
       images: ``(B, H, W, C)`` floats, normalized.
       flip: whether to mirror half of the images.
       shift: the largest shift along each axis, in pixels.
-      border: what fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels
-        there.
+      border: what fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels at
+        the border.
 
     Returns:
       The images, with the same shape and dtype.

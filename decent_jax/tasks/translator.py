@@ -98,8 +98,8 @@ def bleu_of(language: str, characters: bool = False) -> Any:
     Args:
       language: the code in the file names.
       characters: whether the text has no spaces between words. If so, and if sacreBLEU has no
-        tokenizer for the language, each character counts as a word, because `13a` would take a
-        sentence for one word.
+        tokenizer for the language, each character counts as a word, because sacreBLEU's default,
+        `13a`, would take a sentence for one word.
 
     Raises:
       DataError: the tokenizer of this language needs a package that is not installed.

@@ -177,7 +177,7 @@ class Window(NamedTuple):
 
 
 def windows(instructions: list[Instruction]) -> list[Window]:
-    """The messages of the entry computation, except in loops.
+    """The messages of the entry computation, except those in loops.
 
     Raises:
       ValueError: a message ends that has not started.

@@ -49,7 +49,7 @@ class Runner(Observed, Protocol):
         """A context manager that provides what the steps need, such as data.
 
         Args:
-          start: number of the first step.
+          start: index of the first step.
           ahead: data position minus step count, in steps.
           clock: records compilation and data waits.
         """

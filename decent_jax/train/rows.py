@@ -80,7 +80,7 @@ class Rows:
       runner: measures the steps.
       clock: accounts for the time of the run.
       writer: receives the rows.
-      progress: shows numbers of the rows, and problems.
+      progress: shows metrics of the rows, and problems.
       steps: the total number of steps; a row ends with the last one.
       what_next: returns a sentence on what the same command would do next.
 

@@ -88,11 +88,11 @@ def gradient(
     batch: PyTree,
     key: jax.Array,
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loss, model state and gradient of one replica, averaged over its micro-batches.
+    """Loss, new model state and gradient of one replica, from a batch in sequential parts.
 
     Args:
       loss_of: ``(params, model_state, batch, key) -> (loss, model_state)``.
-      micro_batches: m, the number of sequential parts of the batch.
+      micro_batches: m, the number of parts of the batch, over which loss and gradient are means.
       params: one replica's parameters.
       model_state: one replica's model state, which passes from each micro-batch to the next.
       batch: leaves of shape (B, ...), B a multiple of m.
@@ -193,8 +193,9 @@ def make_step(
 ) -> Any:
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
-    ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
-    A peer passes ``t`` as (2,): the step, and its replica number, which selects its random numbers.
+    ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated. A
+    peer passes ``t`` as (2,): the step, and the peer's replica index, which selects its random
+    numbers.
 
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
     ``learning_rate``, (). On CPU hosts, messages overlap the computation

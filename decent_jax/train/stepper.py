@@ -44,7 +44,7 @@ class Stepper:
     Args:
       experiment: the run to train.
       work: the run directory.
-      first: an example of a step's number as ``call`` passes it to a program, for compilation.
+      first: an example of ``t`` as ``call`` passes it to a program, for compilation.
       call: ``(program, state, batch, t) -> (state, metrics)`` makes step t.
 
     Attributes:
@@ -230,7 +230,7 @@ class Programs:
         shapes: Shapes,
         soon: Iterable[int | None] = (),
     ) -> None:
-        """Compile the step of a round for batches of these shapes; log the cost of the first one.
+        """Compile a round's step for batches of these shapes; log the cost of the first program.
 
         Args:
           state, batch: arguments of the step, or others with the same shapes.

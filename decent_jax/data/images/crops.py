@@ -47,7 +47,7 @@ class TrainImages:
 
     Attributes:
       fixed: whether `augment` uses no random numbers, so a record always gives the same image.
-      numbers: how many record numbers there are; from ``len(self)`` on, images are mirrored.
+      numbers: the number of valid indices; those from ``len(self)`` on give mirrored images.
     """
 
     def __init__(self, files, size: int, *, whole: bool = False, alternate: int | None = None):
@@ -129,7 +129,7 @@ class EvalImages:
 
 
 def random_box(random: np.random.Generator, height: int, width: int) -> Box:
-    """A random box in a picture; its share of the area lies in `AREA`, its ratio in `RATIO`.
+    """A random box in a picture, with an area share in `AREA` and an aspect ratio in `RATIO`.
 
     If none of ten draws fits into the picture, it is the largest centred box with an allowed ratio.
     Ratios are log-uniform (torchvision's RandomResizedCrop; Szegedy et al., 2015).

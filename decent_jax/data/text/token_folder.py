@@ -121,7 +121,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def token_type(path: str | Path, vocab_size: int) -> np.dtype:
-    """The dtype of a file's ids: its manifest's, or the widest that puts all in the vocabulary.
+    """The dtype of a file's ids: its manifest's, or the widest with all ids below `vocab_size`.
 
     With too narrow a dtype, half of the ids would read as 0; with too wide a dtype, two ids would
     become one large number.

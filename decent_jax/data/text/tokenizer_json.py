@@ -42,9 +42,9 @@ def end_token(
 def for_documents(saved: Json, end: str, number: int) -> bytes:
     """Changes a tokenizer.json to encode whole documents, so that ids depend only on the text.
 
-    Nothing is truncated, padded, added or dropped at random. The end of a document is a special
-    token, which no text matches; text that the model's vocabulary would still turn into it is split
-    after its first character. The change is idempotent.
+    Truncation, padding, post-processing and dropout are turned off. The end of a document is a
+    special token, which no text matches; text that the model's vocabulary would still turn into it
+    is split after its first character. The change is idempotent.
     """
     added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

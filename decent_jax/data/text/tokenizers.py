@@ -150,7 +150,7 @@ class HFTokenizer(Tokenizer):
 
     Args:
       content: the content of a ``tokenizer.json``.
-      end: the token that ends a document, or its id; None: it is looked up.
+      end: the token that ends a document, or its id; None: the file's only candidate.
       eos: the ``eos_token`` of the tokenizer_config.json next to it, if there is one.
 
     Raises:

@@ -166,7 +166,7 @@ class _Survey:
     """Results of the first reading.
 
     Attributes:
-      fates: for each stream, (pairs,) uint8.
+      fates: for each stream, (pairs,) uint8, the split of each pair or the filter that drops it.
       words: how often each word of the training pairs occurs.
     """
 
