@@ -44,7 +44,7 @@ API = {
     "data": "Sources, loaders, and data preparation.",
     "cluster": "Processes of one program: start-up barrier, watch, supervisor.",
     "actors": "Processes started by Ray.",
-    "peers": "Replicas without a common step (experimental).",
+    "peers": "Asynchronous replicas (experimental).",
     "pipelines": "Replicas cut into stages (experimental).",
     "planner": "Predict step times, recommend a schedule, place replicas (experimental).",
     "plan": "The plan file: written by the planner, read by runs.",

@@ -39,7 +39,7 @@ class Simulated(NamedTuple):
 
     Nothing is sent: the matrix multiplies the stacked rows (`jax.vmap` without `jax.shard_map`).
 
-    round: static Python int, the number of the replaced round; `receive` uses only the partners of
+    round: static Python int, the index of the replaced round; `receive` uses only the partners of
       that round, with weights from the matrix.
     matrix: (n, n) float; row i holds the weights that replica i gives.
     """

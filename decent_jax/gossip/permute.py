@@ -342,8 +342,8 @@ def route(
 
     Returns:
       [(device_map, to_rows, from_rows)]: device D receives from device S = ``device_map[D]`` (-1:
-      from none). Its rows ``to_rows[D]`` (b: no row) are the rows ``from_rows[S]`` of S. Both are
-      int (d, rows that travel).
+      from none). Rows ``from_rows[S]`` of S become rows ``to_rows[D]`` of D (b: no row). Both
+      arrays are int (d, rows that travel).
     """
     table = np.asarray(sources).reshape(d, b)
     pieces: dict[tuple[int, ...], list[tuple[int, int]]] = {}

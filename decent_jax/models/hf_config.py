@@ -137,7 +137,7 @@ _NEUTRAL = {*_ROPE} | set(
 
 
 def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
-    """Raises ValueError, in one sentence, if a ``config.json`` describes a model other than config.
+    """Raises a one-sentence ValueError if a ``config.json`` does not describe the run's model.
 
     Every key is checked. A key that this model does not support is refused by name; a key that
     contradicts the run's config is refused with the settings that match. If there is no file,

@@ -11,7 +11,7 @@ statistics are plain nested dicts, and a training step needs only functions of t
 
 They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map`` and
 ``lax.scan``. Version 1.5 has the stride of a bottleneck in its 3x3 convolution. Convolutions are
-padded equally on all sides and named as in torchvision, so its weights fit.
+padded equally on all sides and named as in torchvision, so torchvision's weights fit.
 """
 
 import dataclasses

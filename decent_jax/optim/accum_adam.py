@@ -178,9 +178,9 @@ def accum_adam(
 def drop_window(state: PyTree, accum_steps: int) -> PyTree:
     """An optimizer state (nested in any way) without a partial window of accumulated gradients.
 
-    A change of the number of replicas needs this, because their windows hold different gradients:
-    ``window`` becomes zero, and ``count`` returns to the last completed window. Adam has no
-    windows.
+    A change of the number of replicas needs this, because the windows of different replicas hold
+    different gradients: ``window`` becomes zero, and ``count`` returns to the last completed
+    window. Adam has no windows.
     """
 
     def is_adam(node: PyTree) -> bool:

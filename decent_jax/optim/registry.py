@@ -192,7 +192,7 @@ class MethodSpec:
     def bytes_sent(self, params: PyTree, parts: Parts, replicas_per_node: int = 1) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule.
 
-        With ``replicas_per_node`` above 1, bytes that a node sends to other nodes. A method
+        With ``replicas_per_node`` above 1, bytes the busiest node sends to other nodes. A method
         without a schedule averages all replicas in every step.
         """
         schedule, every = parts.schedule, parts.mix_every

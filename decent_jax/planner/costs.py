@@ -188,8 +188,8 @@ def tree_phase(network: Network, groups: Groups, num_bytes: float) -> Phase:
     """An all-reduce in every group at the same time, on two binary trees, each for half the data.
 
     The trees are NCCL's (Sanders, Speck & Träff 2009): over nodes, whose devices form a chain; a
-    node that has children in one is a leaf of the other. Reduction and broadcast are pipelined in
-    small chunks, so every edge carries half the data in each direction all the time, and
+    node that has children in one tree is a leaf of the other. Reduction and broadcast are pipelined
+    in small chunks, so every edge carries half the data in each direction all the time, and
     latencies count twice along the longest path to a root.
     """
     duration = np.zeros(network.num_devices)

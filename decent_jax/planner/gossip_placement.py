@@ -15,8 +15,8 @@ For rounds of equal length t it is
 averaged over all choices of W_1: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
 one symmetric W. Unlike -log(consensus_rate) / t, disagreement is finite for schedules that become
 exact (one_peer_exp, hypercube, alternating_exp_ring). Unlike the contraction of a single round, it
-rewards them for this. It lets short rounds mix little, and compares static with varying schedules.
-The order of the replicas matters only through the time of rounds.
+rewards them for this. It weighs a round's mixing against its time, for static and varying
+schedules alike. The order of the replicas matters only through the time of rounds.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule with the replica order of the shortest period that the search finds.
+    """The schedule, with the replica order whose period is the shortest that the search finds.
 
     For up to 6 devices, it is the best of all orders. For more, simulated annealing (Kirkpatrick et
     al. 1983) starts from the best of several regular orders and exchanges two replicas or two

@@ -187,7 +187,7 @@ class Gossip:
     codec: the format of messages, one of `CODECS`; only float32 if the schedule sends sums.
     execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
-        Decent-DP, which sends bucket b after its update and needs it at its own next update.
+        Decent-DP, which sends bucket b after the bucket's update and needs it at the next one.
     """
 
     schedule: Schedule

@@ -1,8 +1,9 @@
 """Search for the best placement: simulated annealing, restarted every 100 exchanges.
 
 Each restart begins with a random partition (`construct`); an exchange swaps two devices.
-`placement` gives the exact cost of a partition. Most exchanges do not change this maximum over
-groups and pairs, so the annealing adds a tenth of the means over groups and over edges.
+`placement` gives the exact cost of a partition. Most exchanges do not change this cost, a
+maximum over groups and pairs, so the annealing adds a tenth of the means over groups and over
+edges.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 All-reduce: bucket b is reduced once every replica has its gradients and the previous bucket is
 done; a replica begins its next step once its last bucket is done and applied.
 
-Gossip follows the recursion of the reference's code (F, B, U are the times of forward, backward and
+Gossip follows the recursion of Decent-DP's code (F, B, U are the times of forward, backward and
 update; i is a replica, b a bucket, t a step; R are the replicas with which i exchanges)::
 
     ready[i,b,t] = max( d[i,b-1,t] + B[i,b,t],  c[i,b,t-1] )        d[i,b,t] = ready[i,b,t] + U[b]

@@ -186,13 +186,13 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 
 
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
-    """In ``matrix``, each replica after ``part`` averages with one replica of each set of the part.
+    """Lets each replica after ``part`` average with one replica of each of its rows, the sets.
 
     All replicas of the part hold its mean, and fewer replicas follow it than a set has members.
-    ``remaining`` counts the replicas of the part and after it. With the weight |part| / (number of
-    sets * remaining), the replicas after the part average to the mean of all ``remaining`` ones,
-    and so does each set, which then averages internally. Replicas without a partner average among
-    themselves, k+1 at a time.
+    ``remaining`` counts the replicas of the part and those after it. With the weight |part| /
+    (number of sets * remaining), the replicas after the part average to the mean of all
+    ``remaining`` ones, and so does each set, which then averages internally. Replicas without a
+    partner average among themselves, k+1 at a time.
     """
     count, size = part.shape
     after = np.arange(int(part[-1, -1]) + 1, int(part[0, 0]) + remaining)

@@ -29,7 +29,7 @@ def make(
     | ``bidirectional_ring`` | both neighbours and oneself, 1/3 each | any |
     | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
     | ``hypercube`` | i pairs with i XOR 2^r (Decent-DP's one-peer-exp) | 2^k |
-    | ``alternating_exp_ring`` | all nodes inside, half of them then with node XOR 2^i | 2^k nodes |
+    | ``alternating_exp_ring`` | each node, then half of the node pairs j, j XOR 2^i | 2^k nodes |
     | ``static_exp`` | i receives from every i - 2^k, equal weights (Ying et al. 2021) | any |
     | ``base_k(max_degree=1)`` | groups of up to max_degree + 1 (Takezawa et al. 2023) | any |
     | ``grid(rows=...)`` | the neighbours in a rectangle | any |
@@ -60,8 +60,9 @@ def make(
       ``eta = 1/2``, which is used here. Shifts are drawn without repetition, so the period is at
       most n - 1.
     - ``hierarchical(inner, outer)`` groups replicas into nodes of ``replicas_per_node``. In round
-      r, each node mixes by B, round r of ``inner``; then replica l mixes with the replicas l of
-      other nodes by A, round r of ``outer``. Together this is the Kronecker product W = A (x) B.
+      r, the replicas of a node mix with B, round r of ``inner``; then replica l mixes with the
+      replicas l of other nodes, with A, round r of ``outer``. Together, W is the Kronecker product
+      A (x) B.
       The period is the least common multiple of both periods, and ||W - J|| is the larger of ||A -
       J|| and ||B - J||. With ``inner`` complete, a round is a mean over the node plus the messages
       of ``outer``. If ``inner`` sends d messages, a round sends (d + 1)(d_outer + 1) - 1.
@@ -189,7 +190,8 @@ def register(name: str, builder: Builder, *, column_stochastic: bool = False) ->
     Args:
       name: an identifier that names no schedule yet.
       builder: ``builder(n, *, parameter=default) -> rounds``; its keyword-only parameters, with
-        their annotated types, become the name's (`make` passes its own ``replicas_per_node``).
+        their annotated types, follow the name in parentheses (`make` passes
+        ``replicas_per_node`` itself).
       column_stochastic: whether rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:

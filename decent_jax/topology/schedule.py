@@ -55,7 +55,7 @@ class Schedule:
 
         With ``mix_every = H`` (at least 1) step t mixes if ``(t + 1) % H == 0``, in round
         ``(t // H) % period``. For a round that the schedule repeats within its period, this is the
-        number of its first occurrence, so each round is compiled once.
+        index of its first occurrence, so each round is compiled once.
         """
         if mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {mix_every}")
