@@ -48,8 +48,8 @@ _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 def check_there(path: Path) -> None:
     """Raise CheckpointError if nothing can be written to a run's directory.
 
-    If the directory was moved, orbax would create a new one. Without permission, orbax's threads
-    would keep the process alive for minutes after it has failed.
+    If the directory has been moved, orbax would create a new one. Without permission, orbax's
+    threads would keep the process alive for minutes after it has failed.
     """
     if not (path / LOCK).exists():
         raise CheckpointError(

@@ -314,10 +314,10 @@ def _exchange(connection: Connection, hello: dict, end: float) -> Json:
 
 @contextlib.contextmanager
 def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
-    """The secret of process 0; within this context, the others find it in ``folder``.
+    """The secret of process 0; within this context, the other processes find it in ``folder``.
 
     Raises:
-      ConfigError: the secret in the variable is too short, or the folder cannot be written.
+      ConfigError: the secret in the variable `SECRET` is too short, or ``folder`` is not writable.
     """
     secret = _secret_of_launcher()
     if secret:
@@ -345,10 +345,10 @@ def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
 
 
 def find_secret(folder: Path, port: int) -> bytes | None:
-    """The secret, for the other processes; None: process 0 has not written it yet.
+    """The secret, for processes other than 0; None if process 0 has not written it yet.
 
     Raises:
-      ConfigError: the secret in the variable is too short, or the file may not be read.
+      ConfigError: the secret in the variable `SECRET` is too short, or the file may not be read.
     """
     secret = _secret_of_launcher()
     if secret:

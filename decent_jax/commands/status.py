@@ -43,7 +43,7 @@ def screen(state: RunState, width: int, height: int = 0) -> Iterator[str]:
     """The lines of one run, at most ``width`` columns wide.
 
     If there are more peers, processes and replicas than fit into ``height`` lines (0: no limit),
-    those that stand out are shown: gone, slow, restarted, then those with the largest loss.
+    only those that stand out are shown: gone, slow, restarted, then those with the largest loss.
     """
     lines, before, rest = [printable(str(state.path))], "", " " * _LABEL
     for label, words in _lines(state):

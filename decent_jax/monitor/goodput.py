@@ -99,7 +99,7 @@ class Clock:
         """Continue from a checkpoint with the `record` ``saved``; None: from the beginning.
 
         The time of later steps in ``last``, the newest record of the run, counts as lost. The time
-        since ``last`` counts as recovery, unless that session ended cleanly.
+        since ``last`` counts as recovery, unless the session that wrote it ended cleanly.
         """
         known = [record for record in (last, saved) if record is not None]
         if not known:

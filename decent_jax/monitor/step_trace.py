@@ -24,7 +24,7 @@ class StepTrace:
     Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
     under ``workdir/profile``.
 
-    If a message overlaps several steps, the trace starts and ends between such groups of steps.
+    If a message overlaps several steps, the trace neither starts nor ends during these steps.
     """
 
     def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):

@@ -83,8 +83,8 @@ class Membership:
     def admits(self, rank: int, generation: int, donor: str | None) -> bool:
         """Whether a peer may train with the state taken from ``donor``; None: with its own state.
 
-        Its own state must be fresh, unless no other peer trains and could give it one. A donor must
-        be a member, because a silent peer may have sent an outdated state.
+        Its own state must be fresh, unless there is no other peer in training to give it one. A
+        donor must be a member, because a silent peer may have sent an outdated state.
         """
         with self._lock:
             entry = self._present(rank, generation)

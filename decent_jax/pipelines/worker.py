@@ -166,8 +166,8 @@ class Worker:
         """Start jax and create the programs.
 
         Args:
-          coordinator: the first result of `addresses`, from replica 0 of its stage.
-          addresses: the second result of `addresses`, from every stage of its replica.
+          coordinator: the first result of the method `addresses` of replica 0 of this stage.
+          addresses: the second result of that method, from every stage of this replica.
           data: see `open_stage`.
         """
         cluster, count = self._spec.config.cluster, self._spec.config.num_replicas

@@ -166,7 +166,7 @@ class Task(Protocol):
     scores of the consensus model ``params`` (host arrays); every process calls it at every
     evaluation. Between batches, equally often in every process, it calls ``pause()``, in which a
     signal may end the run. ``test(params)`` returns the scores of the final model, which
-    summary.json records as ``test``; it may take minutes.
+    summary.json records as ``test``; the call may take minutes.
     """
 
     unit: str  # unit of throughput: "tokens" or "examples"

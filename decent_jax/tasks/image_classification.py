@@ -323,8 +323,8 @@ class TrainedClassifier(NamedTuple):
 def load(run: TrainedRun) -> TrainedClassifier:
     """The consensus model of a run, as it was evaluated.
 
-    A run that recomputes its batch-norm statistics does so here from the same training batches,
-    and therefore needs the images.
+    If the run's evaluations recomputed batch-norm statistics, this function does so too, from the
+    same training batches, and therefore needs the images.
 
     Raises:
       ConfigError: the images are needed and missing.

@@ -358,8 +358,8 @@ class BucketedPairs:
 class TrainBlocks(PairBlocks):
     """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``.
 
-    A replica's loss is its sum over real target tokens, divided by the mean number of such tokens
-    per replica, so each token of a step has the same weight.
+    A replica's loss is the sum over its real target tokens, divided by the mean number of such
+    tokens per replica, so each token of a step has the same weight.
     """
 
     def block(self, step: int, replica: int) -> dict[str, np.ndarray]:

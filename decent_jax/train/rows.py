@@ -69,8 +69,8 @@ def passed(every: int, before: int, done: int) -> bool:
 class Rows:
     """Waits for steps one step late, writes and shows their rows, and reports problems.
 
-    Each `add` waits for the steps of the previous one and writes their row, so that the devices
-    have work meanwhile; `settle` does so without new steps.
+    Each `add` waits for the steps of the previous `add` and writes their row, while the devices
+    compute the new steps; `settle` does so without new steps.
 
     Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
     row; the learning rate, the skipped updates and the consensus distance are taken at its last

@@ -36,7 +36,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> Json:
-    """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts it reads.
+    """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts that `source` may have.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
     are spawned. Broken images, at most a tenth of all, are left out.

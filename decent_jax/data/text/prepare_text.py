@@ -39,7 +39,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> Json:
-    """Writes the prepared folder `out` from text; `DESCRIPTION` lists the formats it reads.
+    """Writes the prepared folder `out` from text; `DESCRIPTION` lists the formats of `inputs`.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
     are spawned. Empty documents are left out. If `val` names files, training documents that occur

@@ -60,7 +60,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> Json:
-    """Writes the prepared folder `out` from sentence pairs; `DESCRIPTION` lists what it reads.
+    """Writes the prepared folder `out` from sentence pairs; `DESCRIPTION` lists the formats.
 
     With several workers, a script must call this under `if __name__ == "__main__":`, because they
     are spawned.
