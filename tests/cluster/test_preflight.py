@@ -55,10 +55,8 @@ def test_links_from_the_seconds_until_an_answer():
         (["--megabytes=0"], "--megabytes must be at least 0.01, got 0.0"),
         (["--repeats=0"], "--repeats must be at least 1, got 0"),
         (["--save=no/such/folder.json"], "--save must be in an existing folder, got 'no/such"),
-        (["--config=nothing.py"], "there is no config file 'nothing.py'"),
         (["--config.cluster.num_processes=3"], "cluster.process_id must be from 0 to num_proc"),
         (["--config.ray.address=localhost:1"], "ray.address must reach Ray"),
-        (["--typo"], "unknown argument '--typo'"),
         ([], "one process (no coordinator in the config, no launcher detected): there is nothing"),
     ],
 )

@@ -271,10 +271,7 @@ def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
     ("given", "named"),
     [
         ({"val": 0}, ("val_fraction", 0)),
-        ({"workers": 0}, ("workers", 0)),
         ({"val": "a.jsonl"}, ("a.jsonl",)),
-        ({"tokenizer": "bpe"}, ("bpe",)),
-        ({"tokenizer": "none/tokenizer.json"}, ("none/tokenizer.json",)),
         ({"val": 1e-9}, ("val_fraction 1e-09", "40 documents")),
         ({"val": 1 - 1e-9}, ("train split", "val_fraction 1")),
     ],

@@ -294,7 +294,6 @@ def test_bad_input(case, tmp_path):
         (["."], {"val": 0.1}, ("--val_fraction",)),
         (["train"], {"val": 1.0}, ("val_fraction", 1.0)),
         (["train"], {"val": 1e-9}, ("--val_fraction 1e-09", "3 pairs")),
-        (["."], {"workers": 0}, ("workers", 0)),
         (["."], {"vocab_size": 260}, ("--vocab_size 260",)),
         (["."], {"vocab_size": 70_000}, ("--vocab_size 70000",)),
         (["."], {"vocab_size": 262}, (262,)),

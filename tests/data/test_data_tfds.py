@@ -21,56 +21,42 @@ def picture(k):
     return {"image": encoded(pixels), "label": k % 3, "file_name": f"{k}.jpg"}
 
 
-IMAGES = {
-    "train": [picture(k) for k in range(12)],
-    "validation": [picture(k) for k in range(20, 24)],
-}
-TEXTS = {"train": [{"text": f"Größe {k}"} for k in range(5)]}
-FEATURES = {
-    "images": {
-        "image": tfds.features.Image(encoding_format="jpeg"),
-        "label": tfds.features.ClassLabel(names=CLASSES),
-        "file_name": tfds.features.Text(),
-    },
-    "texts": {"text": tfds.features.Text()},
-}
-DATA = {"images": IMAGES, "texts": TEXTS}
+IMAGES = {"train": range(12), "validation": range(20, 24)}
+IMAGES = {split: [picture(k) for k in numbers] for split, numbers in IMAGES.items()}
 
 
-class MiniSets(tfds.core.GeneratorBasedBuilder):
-    """Of `DATA`; its config's name says which."""
+class MiniSet(tfds.core.GeneratorBasedBuilder):
+    """Of `IMAGES`."""
 
     VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in DATA]  # noqa: RUF012
 
     def _info(self):
-        features = tfds.features.FeaturesDict(FEATURES[self.builder_config.name])
-        return tfds.core.DatasetInfo(builder=self, features=features)
+        features = {
+            "image": tfds.features.Image(encoding_format="jpeg"),
+            "label": tfds.features.ClassLabel(names=CLASSES),
+            "file_name": tfds.features.Text(),
+        }
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
     def _split_generators(self, download_manager):
-        data = DATA[self.builder_config.name]
-        return {split: self._generate_examples(rows) for split, rows in data.items()}
+        return {split: self._generate_examples(rows) for split, rows in IMAGES.items()}
 
     def _generate_examples(self, rows):
         yield from enumerate(rows)
 
 
-def write(path, name):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """The version folder."""
-    made = MiniSets(data_dir=path, config=name, file_format="array_record")
+    made = MiniSet(data_dir=tmp_path_factory.mktemp("mini"), file_format="array_record")
     config = tfds.download.DownloadConfig(num_shards=SHARDS)
     made.download_and_prepare(download_config=config)
     return Path(made.data_path)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: write(tmp_path_factory.mktemp(name), name) for name in DATA}
-
-
-def test_images_are_the_stored_bytes_in_tfds_order(folders):
+def test_images_are_the_stored_bytes_in_tfds_order(folder):
     for split, theirs in (("train", "train"), ("val", "validation")):
-        images = open_images(folders["images"], split)
+        images = open_images(folder, split)
         assert images.layout == "TFDS" and images.class_names == CLASSES
         wanted = {row["image"]: row for row in IMAGES[theirs]}
         got = [images[k] for k in range(len(images))]
@@ -81,27 +67,30 @@ def test_images_are_the_stored_bytes_in_tfds_order(folders):
             assert image.name == f"{split}/{CLASSES[label]}/{row['file_name']}"
 
 
-def test_prepare_packs_them(folders, tmp_path):
-    prepare_images.prepare(folders["images"], tmp_path / "out", workers=1)
-    packed, images = (open_images(p, "train") for p in (tmp_path / "out", folders["images"]))
+def test_prepare_packs_them(folder, tmp_path):
+    prepare_images.prepare(folder, tmp_path / "out", workers=1)
+    packed, images = (open_images(p, "train") for p in (tmp_path / "out", folder))
     assert [packed[k].data for k in range(12)] == [images[k].data for k in range(12)]
 
 
-def test_what_cannot_be_read_is_refused_by_its_name(folders, tmp_path):
-    with refuses("'image'", error=DataError):
-        open_images(folders["texts"], "train")
-    other = tmp_path / "1.0.0"
-    shutil.copytree(folders["images"], other)
-    info = other / "dataset_info.json"
-    info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with refuses("tfrecord", error=DataError):
+@pytest.mark.parametrize(
+    ("file", "before", "after", "named"),
+    [
+        ("features.json", '"image"', '"picture"', "'image'"),
+        ("dataset_info.json", "array_record", "tfrecord", "tfrecord"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_name(folder, tmp_path, file, before, after, named):
+    other = shutil.copytree(folder, tmp_path / "1.0.0")
+    (other / file).write_text((other / file).read_text().replace(before, after, 1))
+    with refuses(named, error=DataError):
         open_images(other, "train")
 
 
-def test_a_damaged_shard_is_named(tmp_path):
-    folder = write(tmp_path, "images")
-    shard = next(iter(sorted(folder.glob("*-train.*"))))
+def test_a_damaged_shard_is_named(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "1.0.0")
+    shard = next(iter(sorted(other.glob("*-train.*"))))
     shard.write_bytes(shard.read_bytes()[:-100])
     with refuses("train", "prepare", error=DataError):
-        images = open_images(folder, "train")
+        images = open_images(other, "train")
         assert len(images.labels)

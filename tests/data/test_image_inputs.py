@@ -268,18 +268,9 @@ def test_worker_processes_give_the_same_batches(source, wanted):
 # --- damaged files --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def damaged(tmp_path):
-    """A folder whose first training image is cut off, and the name of that."""
-    folder = mini.write_folders(tmp_path / "images")
-    name = mini.records("train")[0][2]
-    file = folder / name
-    file.write_bytes(file.read_bytes()[:-100])
-    return folder, name
-
-
-def test_a_damaged_file_is_named(damaged):
-    folder, name = damaged
+def test_a_damaged_file_is_named(tmp_path):
+    folder, name = mini.write_folders(tmp_path / "images"), mini.records("train")[0][2]
+    (folder / name).write_bytes((folder / name).read_bytes()[:-100])  # the first of training
     source = TrainImages(open_images(folder, "train"), SIZE)
     with refuses(name, "truncated", "prepare", error=DataError):
         source.augment(source[0], np.random.default_rng(0))

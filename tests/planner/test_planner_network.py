@@ -179,11 +179,9 @@ def test_a_cluster_too_large_for_this_machine_is_refused(monkeypatch):
     ("call", "named"),
     [
         (lambda: networks.preset("infinite"), ("infinite", "nvlink_25gbe")),
-        (lambda: networks.preset("nvlink_25gbe"), ("num_nodes", None)),
         (lambda: networks.preset("nvlink_25gbe", 0, 4), (0, 4)),
         (lambda: networks.preset("dtfm_case4", 8, 8), ("dtfm_case4",)),
         (lambda: networks.regions({"Mars": 2}), ("Mars", "Oregon")),
-        (lambda: networks.regions({"Ohio": 0}), ({"Ohio": 0},)),
         (lambda: networks.cluster([4, 0], networks.NVLINK, networks.ETHERNET_25G), ([4, 0],)),
     ],
 )

@@ -279,7 +279,6 @@ def test_hierarchical_is_few_messages():
 REFUSED = """
 exp | 8 | 1 | 'exp' complete one_peer_exp
 ring | 0 | 1 | replica 0
-complete | -3 | 1 | replica -3
 complete | 4 | 0 | replicas_per_node 0
 ring | 7 | 1 | ring 7 even one_peer_exp
 hypercube | 6 | 1 | hypercube 6 one_peer_exp
