@@ -19,6 +19,11 @@ CORPUS = ["the fox and the dog", "dogs </s> foxes, and a <b> time", "Été </S> 
 ENDS = ("</s>", "<|endoftext|>", "[EOS]")
 
 
+OTHERS = ("metaspace", "Unigram", "WordPiece", "WordLevel")
+PLAIN = dict.fromkeys(("begins", "padded", "dropout", "ignore_merges", "normalizer"), False)
+PLAIN |= {"in_model": True, "special": True}
+
+
 def built(kind, end, **options):
     """A tokenizer.json of a kind, as its content; its model may know the end, too."""
     models, trainers, before = hf.models, hf.trainers, hf.pre_tokenizers
@@ -28,23 +33,16 @@ def built(kind, end, **options):
         made = hf.Tokenizer(models.BPE(ignore_merges=options["ignore_merges"]))
         made.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
         made.decoder = hf.decoders.ByteLevel()
-        alphabet = before.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **more)
-    elif kind == "metaspace":
-        made = hf.Tokenizer(models.BPE(unk_token="<unk>"))
-        made.pre_tokenizer = before.Metaspace()
-        trainer = trainers.BpeTrainer(**more)
+        trainer = trainers.BpeTrainer(initial_alphabet=before.ByteLevel.alphabet(), **more)
     elif kind == "Unigram":
         made = hf.Tokenizer(models.Unigram())
         trainer = trainers.UnigramTrainer(unk_token="<unk>", **more)
-    elif kind == "WordPiece":
-        made = hf.Tokenizer(models.WordPiece(unk_token="<unk>"))
-        made.pre_tokenizer = before.WhitespaceSplit()
-        trainer = trainers.WordPieceTrainer(**more)
     else:
-        made = hf.Tokenizer(models.WordLevel(unk_token="<unk>"))
-        made.pre_tokenizer = before.WhitespaceSplit()
-        trainer = trainers.WordLevelTrainer(**more)
+        name, split = ("BPE", "Metaspace") if kind == "metaspace" else (kind, "WhitespaceSplit")
+        made = hf.Tokenizer(getattr(models, name)(unk_token="<unk>"))
+        made.pre_tokenizer = getattr(before, split)()
+        trainer = trainers.BpeTrainer if name == "BPE" else getattr(trainers, f"{name}Trainer")
+        trainer = trainer(**more)
     if options["normalizer"]:
         made.normalizer = getattr(hf.normalizers, options["normalizer"])()
     made.train_from_iterator([*CORPUS, *(f"w {end} {x}" for x in CORPUS)], trainer)
@@ -72,7 +70,7 @@ def exported(tokenizer):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(["byte-level", "metaspace", "Unigram", "WordPiece", "WordLevel"]),
+    st.sampled_from(["byte-level", *OTHERS]),
     st.sampled_from(ENDS),
     st.fixed_dictionaries(
         {
@@ -103,9 +101,8 @@ def test_a_document_has_one_end_and_the_export_the_same_ids(kind, end, options, 
 
 
 def test_without_an_end_in_the_text_the_ids_are_the_files_own():
-    none = dict.fromkeys(("begins", "padded", "dropout", "ignore_merges", "normalizer"), False)
-    for kind in ("byte-level", "metaspace", "Unigram", "WordPiece", "WordLevel"):
-        content = built(kind, "</s>", in_model=True, special=True, **none)
+    for kind in ("byte-level", *OTHERS):
+        content = built(kind, "</s>", **PLAIN)
         wanted = hf.Tokenizer.from_str(content.decode())
         for text in ("the fox and a dog", "naïve < / s >", ""):
             assert tokenizers.HFTokenizer(content).encode(text).tolist() == wanted.encode(text).ids
@@ -233,12 +230,11 @@ def test_no_character_is_dropped_in_silence(options, before, lacked, after):
         pickle.loads(pickle.dumps(tokenizer)).encode(f"{before}{lacked} {after}")
 
 
-@pytest.mark.parametrize("kind", ["metaspace", "Unigram", "WordPiece", "WordLevel"])
+@pytest.mark.parametrize("kind", OTHERS)
 def test_unknown_tokens_are_counted(kind, tmp_path, capsys):
     """In the manifest and in what `prepare` says, of each split."""
-    none = dict.fromkeys(("begins", "padded", "dropout", "ignore_merges", "normalizer"), False)
     path = tmp_path / "words.json"
-    path.write_bytes(built(kind, "</s>", in_model=True, special=True, **none))
+    path.write_bytes(built(kind, "</s>", **PLAIN))
     lines = [json.dumps({"text": f"the fox \u65e5 \u672c {i}"}) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     given = ["text", "--input", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o")]

@@ -17,7 +17,6 @@ from decent_jax.planner.placement import (
     StageGroups,
     bottleneck_matching,
     evaluate,
-    shortest_open_path,
 )
 from decent_jax.planner.search import place
 
@@ -125,29 +124,15 @@ def test_no_placement_is_below_the_lower_bound(levels):
 
 
 @pytest.mark.parametrize("levels", [None, 4])
-def test_matchings_and_paths_are_exact(levels):
-    rng = np.random.default_rng(2)
-    for _ in range(30):
+def test_matchings_are_exact(levels):
+    rng, rows = np.random.default_rng(2), np.arange(5)
+    for _ in range(200):
         costs = rng.random((5, 5)) if levels is None else rng.integers(0, levels, (5, 5)) * 1.0
         columns, bottleneck = bottleneck_matching(costs)
         assert sorted(columns.tolist()) == list(range(5))
-        assert costs[np.arange(5), columns].max() == bottleneck
-        rows = np.arange(5)
-        assert bottleneck == min(
-            costs[rows, list(p)].max() for p in itertools.permutations(range(5))
-        )
-        costs = np.triu(costs, 1) + np.triu(costs, 1).T
-        order, length = shortest_open_path(costs)
-        assert sorted(order.tolist()) == list(range(5))
-        along = sum(costs[i, j] for i, j in itertools.pairwise(order))
-        assert along == pytest.approx(length, abs=1e-12)
-        assert length == pytest.approx(
-            min(
-                sum(costs[i, j] for i, j in itertools.pairwise(p))
-                for p in itertools.permutations(range(5))
-            )
-        )
-    assert shortest_open_path(np.zeros((1, 1)))[1] == 0
+        assert costs[rows, columns].max() == bottleneck
+        orders = itertools.permutations(range(5))
+        assert bottleneck == min(costs[rows, list(order)].max() for order in orders)
 
 
 def test_emitted_pipelines_cost_what_is_reported_also_where_links_are_asymmetric():
