@@ -10,7 +10,7 @@ thus knows exactly what others hold. `decent_jax.gossip.mix` and `decent_jax.pee
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
 | `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
 | `Int4` | N / 2 bytes + 4 per row | unbiased, below 1/6.9 of the row's largest |
-| `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far away |
+| `Lattice` | N or 2 N bytes + 8 | at most ``side / 2``; NaN where the receiver is too far away |
 
 `decent_jax.gossip.sparse` has codecs that send only some of the numbers.
 
@@ -142,7 +142,7 @@ FIRST_DISTANCE, GROW, SHRINK, SLACK = 1e-3, 4.0, 0.97, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Lattice(Codec):
-    """Sends numbers relative to the receiver's own, with an error of half a side at any magnitude.
+    """Sends numbers relative to the receiver's own; errors are up to ``side / 2`` at any magnitude.
 
     The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
     ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which is

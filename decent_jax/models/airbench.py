@@ -67,7 +67,7 @@ PRESETS = {"airbench94": AirbenchConfig()}
 
 
 class Airbench(nnx.Module):
-    """Whitening, three groups, the maximum of each channel, a linear layer without biases.
+    """The network: whitening, three groups, each channel's maximum, a linear layer without biases.
 
     The kernel of ``whiten`` is zero until the result of `whitening` replaces it; no gradient
     reaches it.

@@ -93,7 +93,7 @@ PRESETS = {
 
 
 class ResNet(nnx.Module):
-    """Stem, stages of residual blocks, mean over positions, linear layer.
+    """The network: stem, stages of residual blocks, mean over positions, linear layer.
 
     Args:
       config: shape and numerics.

@@ -63,7 +63,7 @@ class Local:
     state: the method's state before the step.
     optimizer: the local optimizer.
     extra: further arguments of its ``update``.
-    replica: returns the number of this replica; None: all replicas make the same update.
+    replica: returns the index of this replica; None: all replicas make the same update.
     """
 
     grads: PyTree
@@ -205,7 +205,7 @@ def method(
     Returns:
       A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required); ``value``,
       this replica's loss; ``active``, False for a replica that makes no local update in this step;
-      ``mixed``, see `Method`; and ``replica``, the replica's number if there is no replica axis.
+      ``mixed``, see `Method`; and ``replica``, the replica's index if there is no replica axis.
     """
     validation.is_transformation(inner)
     optimizer = _in_float32(optax.with_extra_args_support(inner or optax.identity()))

@@ -32,7 +32,7 @@ def draw(
       runs: by title, the events and the time at which each replica ended each step, (steps, n)
         seconds.
       names: the names of all n replicas.
-      replicas: the numbers of the replicas to draw.
+      replicas: the indices of the replicas to draw.
     """
     figure = style.new_figure(11, 0.8 + len(runs) * (0.75 + 0.34 * len(replicas)))
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]

@@ -62,10 +62,10 @@ def make(
     - ``hierarchical(inner, outer)`` groups replicas into nodes of ``replicas_per_node``. In round
       r, the replicas of a node mix with B, round r of ``inner``; then replica l mixes with the
       replicas l of other nodes, with A, round r of ``outer``. Together, W is the Kronecker product
-      A (x) B.
-      The period is the least common multiple of both periods, and ||W - J|| is the larger of ||A -
-      J|| and ||B - J||. With ``inner`` complete, a round is a mean over the node plus the messages
-      of ``outer``. If ``inner`` sends d messages, a round sends (d + 1)(d_outer + 1) - 1.
+      A (x) B. The period is the least common multiple of both periods, and ||W - J||, with J the
+      exact average, is the larger of ||A - J|| and ||B - J||. With ``inner`` complete, a round is a
+      mean over the node plus the messages of ``outer``. If ``inner`` sends d messages, a round
+      sends (d + 1)(d_outer + 1) - 1.
     - ``random_matching(degree=r)`` takes its pairs from one random r-regular graph; a replica
       without a free neighbour is idle. With ``probability=p`` each pair averages with probability
       p, so the number of local steps between averages is geometric with mean 1/p.

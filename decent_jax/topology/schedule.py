@@ -89,7 +89,7 @@ class Schedule:
             product = rnd.matrix @ product
 
     def spectral_gap(self) -> float:
-        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, where every entry of J is 1/n.
+        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``: T is the period, and J has all entries 1/n.
 
         It is 1 if a period averages exactly. For a static schedule (T = 1) this is the usual
         ``1 - ||W - J||_2`` (Ying et al. 2021).
@@ -101,8 +101,8 @@ class Schedule:
     def consensus_rate(self) -> float:
         """The asymptotic factor per round by which disagreement shrinks.
 
-        The spectral radius of ``W_{T-1} ... W_0 - J`` to the power 1/T; 0 if consensus becomes
-        exact.
+        The spectral radius of ``W_{T-1} ... W_0 - J`` (as in `spectral_gap`) to the power 1/T; 0 if
+        consensus becomes exact.
         """
         if self.exact_after() is not None:
             return 0.0
