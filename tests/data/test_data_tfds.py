@@ -9,7 +9,6 @@ import tensorflow_datasets as tfds
 from mini_imagenet import encoded
 from refusals import refuses
 
-from decent_jax.data.images import prepare_images
 from decent_jax.data.images.image_folder import open_images
 from decent_jax.ground.errors import DataError
 
@@ -65,12 +64,6 @@ def test_images_are_the_stored_bytes_in_tfds_order(folder):
             row = wanted[image.data]
             assert image.label == label == row["label"]
             assert image.name == f"{split}/{CLASSES[label]}/{row['file_name']}"
-
-
-def test_prepare_packs_them(folder, tmp_path):
-    prepare_images.prepare(folder, tmp_path / "out", workers=1)
-    packed, images = (open_images(p, "train") for p in (tmp_path / "out", folder))
-    assert [packed[k].data for k in range(12)] == [images[k].data for k in range(12)]
 
 
 @pytest.mark.parametrize(
