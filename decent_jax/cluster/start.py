@@ -261,7 +261,7 @@ def open_devices() -> None:
 
 
 def limit_exchanges(seconds: int) -> None:
-    """Let an exchange between processes fail after ``seconds``; by default, it never does on GPUs.
+    """Time out collectives between processes after ``seconds``; on GPUs the default is no timeout.
 
     Call it before jax creates the first device, when XLA reads its flags. Timeouts that the user
     has set are kept.

@@ -134,8 +134,8 @@ class Delayed:
     delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
     depart: ``(late, own, count, round, after=None)`` returns the message of a round, from the
       current parameters, the method's own state and the ``count`` in its `GuardedState`. Only this
-      call communicates. With ``after``, arrays from some of the updates, a group mean has two
-      stages, and the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
+      call communicates. With ``after``, arrays that the updates compute, the second stage of a
+      group mean waits for them; see `decent_jax.gossip.Between`.
     arrive: ``(params, own, late, message, round)`` returns the parameters and the method's own
       state after the updates, with the message merged.
     """
@@ -340,7 +340,7 @@ def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | N
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    r"""Error feedback: the error of a message is added to the next ones, times beta each time.
+    r"""Error feedback: the error left by each message, times beta, is added to the next message.
 
     .. math::
         e_i \leftarrow \beta e_i + x_i, \qquad q_i = Q(e_i), \qquad e_i \leftarrow e_i - q_i,

@@ -143,7 +143,7 @@ def model_config(config: Config, tokenizer_vocab: int) -> decoders.Config:
 
 
 def count_parameters(config: Config) -> tuple[int, int, int]:
-    """Returns three counts: parameters, token-embedding parameters, and rows along the last axis.
+    """Returns the numbers of parameters, token-embedding parameters, and rows of all arrays.
 
     The planner, which opens no data, calls this.
 

@@ -210,9 +210,9 @@ def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
 def kron(outer: Round, inner: Round) -> Round:
     """Nodes mix with ``outer``, and replicas inside a node with ``inner``: ``outer (x) inner``.
 
-    Replica l of the g replicas of node a is replica ``a * g + l``. A mean over inner groups stays a
-    group mean. Each pair of an outer and an inner term (a send, or the replica's own row) is one
-    permutation, except the pair of own rows: ``(d_outer + 1)(d_inner + 1) - 1`` in all.
+    Replica l of the g replicas of node a is replica ``a * g + l``. Group means of ``inner`` remain
+    group means. Each pair of an outer and an inner term (a send, or the self-weights) is one
+    permutation, except the pair of self-weights: ``(d_outer + 1)(d_inner + 1) - 1`` in all.
     """
     matrix = np.kron(outer.matrix, inner.matrix)
     local = len(inner.matrix)
