@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -156,9 +157,14 @@ def deaf_to_signals() -> Iterator[None]:
 
 
 def _start_tracker() -> None:
-    """Start multiprocessing's resource tracker, which ignores the other two signals by itself."""
+    """Start multiprocessing's resource tracker, which ignores the other two signals by itself.
+
+    It removes a batch that a stopped reader left in shared memory, and need not warn about it.
+    """
+    sys.warnoptions.append(quiet := "ignore:resource_tracker")  # multiprocessing passes them on
     with handled(signal.SIGHUP, signal.SIG_IGN):
         resource_tracker.ensure_running()
+    sys.warnoptions.remove(quiet)
 
 
 def _die_with_parent() -> None:

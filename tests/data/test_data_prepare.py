@@ -199,6 +199,23 @@ def test_results_come_in_order_and_errors_through(workers):
     assert seen == list(range(20)) and len(taken) < 26
 
 
+LEFT = """
+from multiprocessing import shared_memory
+from decent_jax.data import worker_pool
+with worker_pool.deaf_to_signals():
+    pass
+print(shared_memory.SharedMemory(create=True, size=8).name)
+"""
+
+
+def test_shared_memory_that_a_stopped_reader_left_is_removed_without_a_word():
+    """As a batch is that it was writing; multiprocessing's tracker removes it, and would warn."""
+    ran = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, check=True)
+    assert not ran.stderr
+    if os.path.isdir("/dev/shm"):
+        assert not os.path.exists(f"/dev/shm/{ran.stdout.strip()}")
+
+
 # --- publishing -----------------------------------------------------------------------------------
 
 KIND = Kind("text", "anything 1")

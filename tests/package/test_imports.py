@@ -58,7 +58,7 @@ MOST_LINES = {
     "replicas": 208,
     "optim": 1441,
     "models": 1483,
-    "data": 3419,
+    "data": 3422,
     "tasks": 1061,
     "train": 3390,
     "checkpoints": 861,

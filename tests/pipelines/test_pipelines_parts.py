@@ -281,7 +281,7 @@ def test_the_states_of_all_workers_of_a_machine_are_compared_with_it_together(
     assert sum(needs) == pytest.approx(4 * 4 * parameters, rel=0.01) and needs[0] != needs[1]
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2 * sum(needs) + 4 * 250e6 - 1)
     monkeypatch.setitem(os.environ, "RAY_AUTH_MODE", "token")
-    with refuses("4 actors", error=ConfigError):
+    with refuses("4 Ray actors", error=ConfigError):
         pipelines.run(parse(config), tmp_path / "run")
     config.ray.gpus = 1.0
     with open_run(parse(config), tmp_path / "run") as (run, *_, counts):
