@@ -9,8 +9,8 @@ same versions, the same config, and the same kind and number of devices. Then it
 latency and bandwidth from the first device of every process to the first device of every other, and
 saves them for `decent-jax planner ... --network network.json`.
 
-For pipelines, start it once: it measures the links between the nodes of the Ray cluster in
---config.ray.address ("auto" or HOST:PORT).
+For peers and pipelines, start it once: it measures the links between the nodes of the Ray cluster
+in --config.ray.address ("auto" or HOST:PORT).
 """
 
 import argparse

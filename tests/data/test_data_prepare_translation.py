@@ -162,7 +162,8 @@ def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys):
     given = ["--input", str(folder), "--out", str(tmp_path / "out"), "--vocab_size", str(VOCAB)]
     assert main(["translation", *given, "--source_lang", "en", "--target_lang", "de"]) == 0
     wanted = {".en": 1, ".fr": 1, ".en.zst": 1, "hidden": 1, "folder old": 1}
-    assert pair_folder.read_manifest(tmp_path / "out")["left_out"] == wanted
+    manifest = pair_folder.read_manifest(tmp_path / "out")
+    assert manifest["left_out"] == wanted and manifest["languages"] == ["en", "de"]
     assert "1 .en.zst" in capsys.readouterr().out
 
 

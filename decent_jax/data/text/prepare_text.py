@@ -64,13 +64,13 @@ def prepare(
       DataError: the arguments or the data are wrong; the message is one sentence.
       OSError: the output cannot be written, for instance because the disk is full.
     """
-    val_fraction = val if isinstance(val, int | float) else None
+    val_fraction, files = (val, []) if isinstance(val, int | float) else (None, as_paths(val))
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
     of_inputs = tokenizer == "chars" and end_of_text is None
     codec = None if of_inputs else tokenizers.load(tokenizer, end_of_text)
     sources, other = documents.find_sources(as_paths(inputs))
-    held_out, more = documents.find_sources([] if isinstance(val, int | float) else as_paths(val))
+    held_out, more = documents.find_sources(files)
     if not sources:
         raise DataError("no input given")
     documents.check_sources(sources, held_out, text_field)
