@@ -1,7 +1,7 @@
 """A config's algorithm as an optax transformation, and its cost.
 
-``optimizer.name`` is one of the project's own optimizers, or the dotted name of any other with its
-arguments: ``"optax.contrib.muon(beta=0.9)"``.
+``optimizer.name`` is one of the project's own optimizers, or the dotted name of any other optimizer
+with its arguments, such as ``"optax.contrib.muon(beta=0.9)"``.
 """
 
 import ast
@@ -257,11 +257,11 @@ def _local_optimizer(config: Config, rate: optax.ScalarOrSchedule, decay_mask: P
 
 
 def hidden_matrices(params: PyTree) -> PyTree:
-    """Which arrays Muon orthogonalizes and along which axes; None for those that Adam updates.
+    """The axes along which Muon orthogonalizes each array; None for arrays that Adam updates.
 
-    These are the matrices of hidden layers, and convolution kernels (height, width, in, out) as
-    matrices (height width in, out). As Jordan et al. 2024 recommend, embeddings and output layers
-    stay with Adam; they are identified by the names in `NOT_HIDDEN`.
+    Muon updates the matrices of hidden layers, and convolution kernels (height, width, in, out) as
+    matrices (height width in, out). As Jordan et al. 2024 recommend, Adam updates embeddings and
+    output layers, which are identified by the names in `NOT_HIDDEN`.
     """
     axes = {2: ((0,), (1,)), 4: ((0, 1, 2), (3,))}
 
@@ -275,13 +275,13 @@ def hidden_matrices(params: PyTree) -> PyTree:
 
 
 def _muon(chosen: Optimizer) -> optax.GradientTransformation:
-    """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size.
+    """Muon for hidden matrices and Adam for all other arrays, both with steps of Adam's size.
 
     Both use Nesterov momentum: `optax.contrib.muon` passes it on to its Adam (`optax.nadam`),
     whereas Jordan et al. 2024 use plain Adam.
     """
     return optax.contrib.muon(
-        -1.0,  # the learning rate and its sign, and weight decay, follow
+        -1.0,  # weight decay and the negative learning rate follow
         beta=chosen.momentum,
         eps=chosen.eps,
         adam_b1=chosen.b1,
@@ -340,7 +340,7 @@ def named_optimizer(
       text: see `parse`; the named function must take ``learning_rate``.
       rate: the run's learning rate.
       weight_decay: decoupled weight decay, passed on if the function takes ``weight_decay``.
-      decay_mask: which parameters decay, passed on if the function takes a mask.
+      decay_mask: mask of the parameters that decay, passed on if the function takes a mask.
 
     Raises:
       ValueError: there is no such function, or it does not accept these arguments.

@@ -34,7 +34,7 @@ def conclude(
       evaluator: computes the consensus model.
       state: the state after the last step.
       cost: bytes that a replica sends and keeps.
-      saver: knows the last and the best evaluation.
+      saver: holds the last and the best evaluation.
       clock: accounts for the time of the run; None: the summary has no goodput.
       **entries: additional entries of the summary.
 

@@ -32,9 +32,9 @@ from decent_jax.train.settings import SYNCHRONOUS, TRAINERS, Config
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
-ONE_HOST = "one_peer_exp"  # its choice within one host, and its stand-in until then
+ONE_HOST = "one_peer_exp"  # `AUTO` on one host, and its stand-in until the hosts are known
 
-_WORKERS = 32  # per core
+_WORKERS = 32  # largest ``data.workers`` per core
 
 
 def trainer_of(config: Config) -> Any:
@@ -68,7 +68,7 @@ def _composed(
             numbers = [(n, object, setting(x, method.help[n])) for n, x in method.numbers.items()]
             sections[name] = make_dataclass(name, numbers, frozen=True)
     parts = [(name, kind, section(kind)) for name, kind in sections.items()]
-    pickled = {"__reduce__": _reduced}  # on the way to other processes
+    pickled = {"__reduce__": _reduced}  # other processes compose the class again
     return make_dataclass("Config", parts, bases=(Config,), frozen=True, namespace=pickled)
 
 
@@ -216,7 +216,7 @@ def _check_sizes(config: Config) -> None:
     )
     check_cuts(config, "micro_batches")
     if config.lr_schedule.name in ("cosine", "linear") and not config.epochs:
-        warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # once known, it is checked again
+        warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # not known yet; checked again later
         steps = in_steps("lr_schedule.warmup", warmup, steps_per_epoch, config.steps)
         check_warmup(steps, config.steps)
 
@@ -229,7 +229,7 @@ def check_cuts(config: Config, name: str) -> None:
 
 
 def load_plan(config: Config) -> Plan | None:
-    """The planner's plan that ``cluster.plan`` names; None if it is empty.
+    """The planner's plan that ``cluster.plan`` names; None if the field is empty.
 
     Raises:
       ConfigError: the plan cannot be read, or is for another number of replicas or stages.

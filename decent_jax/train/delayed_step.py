@@ -17,7 +17,7 @@ from decent_jax.train.settings import Config
 
 
 class Blocks(NamedTuple):
-    """When each round starts, and how many steps it takes.
+    """The steps at which rounds start, and the number of steps that each round takes.
 
     schedule: the communication schedule; None: no round ever starts.
     mix_every: steps per round.

@@ -57,7 +57,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-H100_BANDWIDTH, H100_FLOPS = 3.35e12, 600e12  # bytes, and products of bfloat16, per second
+H100_BANDWIDTH, H100_FLOPS = 3.35e12, 600e12  # bytes, and FLOPs of bfloat16 products, per second
 
 
 class Target(NamedTuple):
@@ -66,7 +66,7 @@ class Target(NamedTuple):
     name: the value of ``--on``.
     by_process: the devices of each process.
     memory: bytes per device.
-    clock: cycles per second of a TPU; None: a GPU, for which XLA estimates no cycles.
+    clock: cycles per second of a TPU; None on a GPU, for which XLA estimates no cycles.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Target(NamedTuple):
         return experiment.replicas_per_host(self.nodes(placement))
 
     def seconds(self, kernel: hlo.Instruction) -> float:
-        """Estimated seconds of a kernel: by XLA on TPUs, from its bytes and products on GPUs."""
+        """Estimated seconds of a kernel: by XLA on TPUs, from its bytes and FLOPs on GPUs."""
         if self.clock:
             return kernel.cycles / self.clock
         return max((kernel.read + kernel.written) / H100_BANDWIDTH, kernel.flops / H100_FLOPS)
@@ -112,9 +112,9 @@ def target(text: str) -> Target:
     by_process: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
         by_process.setdefault(device.process_index, []).append(device)
-    cores = 2 if kind in ("v4", "v5p") else 1  # TensorCores of what jax calls a device
+    cores = 2 if kind in ("v4", "v5p") else 1  # TensorCores per `jax.Device`
     info = pallas_tpu.get_tpu_info_for_chip(pallas_tpu.ChipVersion(kind.removeprefix("tpu")), cores)
-    # Since v6e a matrix unit does two rows of products per cycle, by the figures of `TpuInfo`.
+    # From v6e on, a matrix unit computes two rows of products per cycle, by `TpuInfo`'s figures.
     flops = 2 * info.num_mxus * info.mxu_column_size**2 * (2 if info.generation > 5 else 1)
     memory = info.hbm_capacity_bytes * cores
     return Target(text, list(by_process.values()), memory, info.bf16_ops_per_second / flops)
@@ -168,7 +168,7 @@ class Described(NamedTuple):
     placement: Placement
     state: TrainState  # shapes of the stacked state, with the placement's shardings
     rnd: int | None
-    spans_steps: bool  # whether it makes all steps that a delayed message overlaps
+    spans_steps: bool  # whether the program makes all steps that a delayed message overlaps
 
 
 def place(config: Config, on: Target) -> Placement:
@@ -240,7 +240,8 @@ def compiled(config: Config, schedule: Schedule, on: Target, rnd: int | None = N
     except jax.errors.JaxRuntimeError as error:
         if "tile sizes" not in str(error):
             raise
-        # Without a GPU to try tiles on, XLA finds none for some products; cuBLAS needs none.
+        # Without a GPU for autotuning, XLA finds no tile sizes for some matrix products; cuBLAS
+        # needs none.
         program = lowered.compile({"xla_gpu_enable_triton_gemm": False})
     return Described(program, task, schedule, placement, state, rnd, blocks.spans_steps(rnd))
 
@@ -282,7 +283,7 @@ def check_on(config: Config, text: str) -> list[str]:
 
 
 def _refusal(config: Config, on: Target, words: str) -> ConfigError:
-    sizes = re.findall(r"\b\d[\d.]*[KMGT]\b", words)  # what it needs, and what there is
+    sizes = re.findall(r"\b\d[\d.]*[KMGT]\b", words)  # needed, and available
     if "RESOURCE_EXHAUSTED" in words and "hbm" in words.lower() and len(sizes) > 1:
         return _too_large(config, on, *(f"{size}iB" for size in sizes[:2]))
     if words.startswith("cuDNN"):

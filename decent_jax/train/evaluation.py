@@ -49,7 +49,7 @@ class Evaluator:
             return jax.jit(body, out_shardings=placement.stacked)
 
         def total(f: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
-            # Row by row, so that evaluation never needs more memory than one replica's batch.
+            # Row by row, so that evaluation never needs more memory than one replica's batch does.
             return jax.tree.map(lambda x: x.sum(axis=0)[None], jax.lax.map(f, rows))
 
         def consensus_on_device(

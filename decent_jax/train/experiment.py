@@ -175,11 +175,11 @@ def durations(config: Config, task: Task) -> tuple[int, dict[str, int], optax.Sc
 
 # --- The schedule that suits the hosts ------------------------------------------------------------
 
-# Links between hosts are slow, links inside a host are fast. If all hosts hold the same number of
-# replicas, more than one, averaging inside the hosts first sends one model per host and round;
-# `ONE_HOST` sends up to as many models as the host has replicas. The planner, which knows the
-# links, chooses the same if a host can send about one model per step; on slower links it skips
-# rounds, on faster ones it sends more models: tests/train/test_hosts.py.
+# Links between hosts are slow, links inside a host are fast. If every host holds the same number
+# k > 1 of replicas, averaging inside the hosts first sends one model per host and round, whereas
+# `ONE_HOST` sends up to k. The planner, which knows the links, makes the same choice if a host can
+# send about one model per step. On slower links it skips rounds, and on faster links it sends more
+# models (tests/train/test_hosts.py).
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
 # As good as `ONE_HOST`, but only for 2^k replicas; XLA on GPUs then needs only communicators of two
 # devices.
@@ -296,7 +296,7 @@ def _check_fits_the_model(
 
 
 def _on_this_host() -> int:
-    """How many processes of the run share this machine's memory."""
+    """The number of this run's processes on this machine, which share its memory."""
     names = cluster.hosts()
     return names.count(names[jax.process_index()])
 
@@ -311,7 +311,7 @@ def check_state(placement: Placement, state: PyTree, together: int = 1) -> None:
     """
     each = algorithm.bytes_of(state)
     count = len(placement.local_replicas) * together
-    if placement.platform == "cpu":  # other devices report it themselves
+    if placement.platform == "cpu":  # other devices themselves report a lack of memory
         machine.check_memory(count * each, f"the state of {count} replicas on this machine")
 
 

@@ -119,7 +119,7 @@ def load(path_and_arguments: str) -> ConfigDict:
     if path is None:
         known = "" if name.endswith(".py") else f"; the package has {', '.join(CONFIGS)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
-    folder = str(Path(path).resolve().parent)  # that of a link's target, as in Python
+    folder = str(Path(path).resolve().parent)  # for a link, its target's folder, as in Python
     if folder not in sys.path:
         sys.path.append(folder)
         inherited = os.environ.get("PYTHONPATH", "")  # for peers and workers on this machine

@@ -40,7 +40,7 @@ _MATMULS = ("__triton_gemm", "__triton_nested_gemm", "__cublas", "__cudnn$fmha")
 
 
 class Instruction(NamedTuple):
-    """An instruction of the entry computation; those that run nothing are left out."""
+    """An instruction of the entry computation; instructions that run nothing are left out."""
 
     name: str
     opcode: str
@@ -172,7 +172,7 @@ class Window(NamedTuple):
 
     kind: str  # such as "collective-permute"
     start: int  # index among the instructions
-    done: int  # likewise; equal to ``start`` if nothing can overlap it
+    done: int  # index of its end; equal to ``start`` if nothing can overlap the message
     nbytes: int  # 0 for a "recv", whose "send" has them
 
 
@@ -221,7 +221,7 @@ def kinds(messages: list[Window]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-HIDDEN = 0.5  # of the gradient's time
+HIDDEN = 0.5  # a message that overlaps less of the gradient's time than this counts as exposed
 
 
 class Overlap(NamedTuple):

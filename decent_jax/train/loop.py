@@ -30,7 +30,7 @@ class Runner(Observed, Protocol):
     """The loop's interface to one kind of run.
 
     Attributes:
-      checkpoints: a `decent_jax.checkpoints.on_disk.Checkpointer`, or an object like it.
+      checkpoints: a `decent_jax.checkpoints.on_disk.Checkpointer`, or an object with its interface.
       memory: in-memory checkpoints (`decent_jax.checkpoints.in_memory`) of ``state``, or None.
       messages: entries of ``run.json``, see `decent_jax.train.algorithm.messages`.
     """
@@ -204,7 +204,7 @@ def give_up(
         if rows.done:
             saver.act(rows.done)
         next_time = saver.what_next()
-        if rows.done and signals.received is not None:  # it would have ended the run anyway
+        if rows.done and signals.received is not None:  # the signal would have ended the run anyway
             stop(rows, saver, work, signals)
     raise TrainingFailed(f"{error}; {next_time}") from None
 

@@ -24,7 +24,7 @@ from decent_jax.train.experiment import Experiment
 Evaluate = Callable[[Callable[[], None]], tuple[dict[str, float], Model]]
 
 MOST_FAILING_STEPS = 20  # consecutive steps without a finite update on any replica
-_MOST_REPLICAS = 64  # most replicas whose own losses are in a row
+_MOST_REPLICAS = 64  # with more replicas, a row does not list the loss of each
 
 
 class Observed(Protocol):
@@ -138,7 +138,10 @@ class Rows:
         }
 
     def resume(self, start: int, meta: Json) -> None:
-        """Continue the row in a checkpoint's ``meta``; start anew if replicas or batch differ."""
+        """Continue the row in a checkpoint's ``meta``, unless replicas or batch size have changed.
+
+        In that case, a new row starts.
+        """
         row, self.done = meta.get("row"), start
         if not row:
             return

@@ -50,7 +50,7 @@ def facts_of(config: Config, task: Task) -> dict[str, str]:
 def _sampled(source: Sequence[PyTree]) -> int | None:
     """A checksum of the first, middle and last record; None if it differs when read twice.
 
-    It starts from the source's ``fingerprint`` of all records, if the source has one.
+    The checksum starts from the source's ``fingerprint`` of all records, if it has one.
     """
 
     def checksum() -> int | None:

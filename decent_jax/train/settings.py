@@ -1,8 +1,8 @@
 """The settings of a run: one frozen dataclass for each section of a config.
 
-Other packages declare their sections beside their code (`decent_jax.checkpoints`,
+Other packages declare their sections next to their code (`decent_jax.checkpoints`,
 `decent_jax.monitor`, `decent_jax.cluster.start`, a task's ``Model`` and ``Data``, peers and
-pipelines); `decent_jax.train.config` adds the sections of tasks, methods and trainers.
+pipelines). `decent_jax.train.config` adds the sections of tasks, methods and trainers.
 """
 
 from dataclasses import dataclass

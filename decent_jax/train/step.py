@@ -88,11 +88,11 @@ def gradient(
     batch: PyTree,
     key: jax.Array,
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loss, new model state and gradient of one replica, from a batch in sequential parts.
+    """Loss, new model state and gradient of one replica, from micro-batches in sequence.
 
     Args:
       loss_of: ``(params, model_state, batch, key) -> (loss, model_state)``.
-      micro_batches: m, the number of parts of the batch, over which loss and gradient are means.
+      micro_batches: m, the number of micro-batches; loss and gradient are the means over them.
       params: one replica's parameters.
       model_state: one replica's model state, which passes from each micro-batch to the next.
       batch: leaves of shape (B, ...), B a multiple of m.
@@ -110,7 +110,7 @@ def gradient(
         return loss, model_state, grads
 
     def in_parts(x: PyTree):
-        """(B, ...) to (m, B / m, ...). Part k has the examples k, k + m, ..., so devices that share
+        """(B, ...) as (m, B / m, ...). Part k has the examples k, k + m, ..., so devices that share
         a replica's batch also share each part."""
         return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
@@ -234,7 +234,7 @@ class DeviceStep(NamedTuple):
     key: jax.Array
 
     def run(self, state: TrainState, batch: PyTree, t: jax.Array, *, rnd: int | None) -> PyTree:
-        """State and metrics after a step, or after a delayed message's or a `Resident`'s steps."""
+        """State and metrics after a step, or after all steps of a `Resident` or delayed message."""
         if isinstance(batch, Resident):
             return self.resident(state, batch, t)
         if rnd is not None and self.delayed is not None:
@@ -298,7 +298,7 @@ class DeviceStep(NamedTuple):
         return loop_of(step, state, batch.numbers, t)
 
     def parts(self) -> Parts | None:
-        """The step for `decent_jax.cpu.overlap`; None: its messages depend on the gradient."""
+        """The step for `decent_jax.cpu.overlap`; None if its messages depend on the gradient."""
         if self.delayed is not None:
             return self.delayed.parts(partial(self.run, rnd=None), self.with_rate)
         early = self.tx.early

@@ -169,8 +169,9 @@ class Stepper:
 class Programs:
     """The compiled step for each round and each batch shape.
 
-    The first round of a shape is compiled before its step, the others in background threads, so a
-    run with many rounds starts as soon as one with few. Leaving the context stops the threads.
+    The first round for a batch shape is compiled before its step runs, and the following rounds are
+    compiled in background threads. A run with many rounds therefore starts as soon as a run with
+    few. Leaving the context stops the threads.
 
     Attributes:
       blocks: when each round starts.
@@ -210,7 +211,7 @@ class Programs:
         return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
-        # After a signal there is no time for a round that compiles, and no way to stop it.
+        # After a signal, there is no time to wait for a compilation, and no way to stop it.
         self._threads.shutdown(wait=exc_type is None, cancel_futures=True)
 
     def of(
@@ -277,7 +278,7 @@ class Programs:
             name += f" overlapping {self.blocks.delay} steps"
         if self._synchronous:
             name = "all-reduce"
-        if any(shapes != other for _, other in self.compiled):  # the task has several
+        if any(shapes != other for _, other in self.compiled):  # batches of several shapes
             arrays = ("x".join(map(str, shape)) for shape in shapes if len(shape) > 1)
             name += f", batches of {' and '.join(arrays)}"
         return name

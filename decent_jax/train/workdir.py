@@ -29,7 +29,7 @@ from decent_jax.train import config as config_lib
 from decent_jax.train.console import Console
 from decent_jax.train.settings import Config
 
-_SHARED_S = 10.0  # until a file of process 0 is visible to all, if they share the folder
+_SHARED_S = 10.0  # for a file of process 0 to become visible to all, if they share the folder
 _LOOK_S = 0.1  # between two attempts at a lock
 _LONGEST_LIST = 60  # characters for the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

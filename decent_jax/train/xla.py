@@ -23,20 +23,21 @@ from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 
 # Measured in the programs that XLA makes for H100s (`benchmarks/speed/programs.py`). Without these,
-# XLA has one message under way at a time and starts it as late as an estimate of a fast network
-# allows, so most of a step is over before the first. With both, XLA starts all messages at the top
-# of the step and waits for them where the update needs them. The price is the memory that a round
-# always needs, one more copy of the parameters, during the whole gradient.
+# XLA has one message in flight at a time and starts it as late as an estimate of a fast network
+# allows, so most of a step is over before the first message starts. With both, XLA starts all
+# messages at the top of the step and waits for them where the update needs them. The price: the
+# additional copy of the parameters that every round needs is held during the whole gradient.
 FOR_GPUS = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 1000,
 }
-# Likewise for described TPUs. The comments say what XLA does without the option, and where:
+# Measured in the programs for described TPUs. Each comment lists the TPUs on which an option
+# matters, and states what XLA does there without it.
 FOR_TPUS = {
-    # v5e, TPU7x: 5 permutes are under way at a time, and all others start after the gradient.
+    # v5e, TPU7x: 5 permutes are in flight at a time, and all others start after the gradient.
     "xla_max_concurrent_async_collective_permutes": 1000,
-    # v5e, between slices: 32 sends are under way at a time, and all others start after the
-    # gradient. The first changes nothing alone.
+    # v5e, between slices: 32 sends are in flight at a time, and all others start after the
+    # gradient. The first of these two options has no effect without the second.
     "xla_max_concurrent_host_send_recv": 1000,
     "xla_tpu_host_transfer_overlap_limit": 1000,
     # v5p, v6e: each permute starts after the gradient, just before the update needs it. Of
@@ -45,7 +46,7 @@ FOR_TPUS = {
 }
 FOR_CPUS = cpu.COMPILER_OPTIONS
 
-CACHE_LIMIT = 4 << 30  # bytes; above, `use_cache` removes the least recently read programs
+CACHE_LIMIT = 4 << 30  # bytes; beyond it, `use_cache` removes the least recently read programs
 
 _MIN_SECONDS = 0.2  # seconds; faster compilations are not worth a file
 
