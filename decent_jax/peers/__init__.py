@@ -44,12 +44,12 @@ class Peers:
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two reports of a peer; it counts as silent only after many are late."""
+        """Seconds between two reports of a peer, which counts as silent only after missing many."""
         return self.silent_s / 25
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a joining peer waits for a state, and in which all peers must save and end.
+        """Seconds that a joining peer waits for a state, and within which all peers save and end.
 
         Joining takes longer than an average, and a leaving peer averages once more.
         """
@@ -74,7 +74,7 @@ def check(config: Config) -> None:
 
 
 def run(config: Config, workdir: str | Path) -> Json:
-    """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
+    """Train with peers in the run directory ``workdir``; see `decent_jax.peers.driver.run`."""
     return _driver(config).run(config, workdir)
 
 

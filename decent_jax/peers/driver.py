@@ -83,7 +83,7 @@ def compile_step(config: Config, experiment: Experiment, work: Workdir) -> None:
 
 
 def dry_run(config: Config) -> None:
-    """Time the step of one peer on this machine; no step waits for a pairwise average.
+    """Time the step of one peer on this machine, without averages, for which no step waits.
 
     Raises:
       ConfigError: the run would be refused.
@@ -113,7 +113,8 @@ class Aggregate:
             return experiment.placement.place_all(replicas.broadcast(consensus, 1))
 
         self._mean = jax.jit(mean)
-        self._losses: dict[tuple[int, int], tuple[float, int]] = {}  # of each peer, at the last row
+        # Sum and number of the losses of each peer (rank, generation), at the last row.
+        self._losses: dict[tuple[int, int], tuple[float, int]] = {}
 
     def message_bytes(self) -> int:
         """Bytes of one snapshot in the format in which peers send it."""
@@ -132,7 +133,8 @@ class Aggregate:
         As in any other run, ``train/loss`` is the mean over the steps since that row.
 
         Args:
-          peers: values of `Membership.status`; if any are alive, only those count.
+          peers: values of `Membership.status`; except for the losses, only live peers count, if
+            there are any.
         """
         task, config = self._experiment.task, self._config
         reported = [peer for peer in peers if "averaged" in peer]

@@ -76,7 +76,7 @@ def generations(folder: Path) -> list[int]:
 
 
 def has_step(file: Path, t: int) -> bool:
-    """Whether the log has a line for step t, matched by prefix as `EventLog` writes it."""
+    """Whether the log has a line for step t, recognized by the prefix that `EventLog` writes."""
     words = f'{{"t": {t}, "rate": '.encode()
     with file.open("rb") as lines:
         return any(line.startswith(words) for line in lines)

@@ -42,7 +42,7 @@ class Asker:
     ):
         self._averager, self._secret, self._peers = averager, secret, peers
         self._clock = clock
-        self._avoided: dict[str, float] = {}  # unresponsive peers, and until when
+        self._avoided: dict[str, float] = {}  # {unresponsive peer: time until which to avoid it}
         self._open: dict[str, Connection] = {}
         self._doubtful: list[tuple[str, Connection]] = []  # averages that may yet be accepted
 
@@ -136,8 +136,9 @@ class Answerer:
     Args:
       averager: this peer's averager.
       exchange_s: seconds that an average may take.
-      may_average: returns whether this peer takes part in averages now.
-      state: returns this peer's state at the next step boundary, or None if it has none yet.
+      may_average: function that returns whether this peer takes part in averages now.
+      state: function that returns this peer's state at the next step boundary, or None if it has
+        none yet.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Answerer:
 
 
 def ask_state(address: Address, secret: bytes, seconds: float) -> JoinState | None:
-    """The state of another peer at its next step boundary; None: it has none yet.
+    """The state of another peer at its next step boundary; None if it has none yet.
 
     Raises:
       OSError, EOFError, AuthenticationError: the peer does not answer within ``seconds``.

@@ -40,8 +40,8 @@ class _Entry:
     fresh: int | None = None  # see `Membership.add`
     alive: bool = False
     admitted: bool = False
-    address: Address = ("", 0)  # where it listens
-    # When it was added or admitted or last reported: the time, and the steps of all other ranks.
+    address: Address = ("", 0)  # at which it listens
+    # When it was added, was admitted or last reported: the time, and the steps of all other ranks.
     seen: tuple[float, int] = (-math.inf, 0)
     report: Json = dataclasses.field(default_factory=dict)  # empty: it does not train yet
 
@@ -49,9 +49,9 @@ class _Entry:
 class Membership:
     """Which peers are alive, which may train, and their progress.
 
-    Peers average only with members, so that nobody uses parameters that lack the run's progress. A
+    Peers average only with members, so that no peer uses parameters that lack the run's progress. A
     peer becomes a member once it is admitted and reports: `admits` checks peers that begin, and
-    `beat` checks peers that return. Thread-safe; no method waits.
+    `beat` checks peers that return. All methods are thread-safe, and none of them waits.
 
     Args:
       peers: the section ``peers`` of the config.
@@ -83,8 +83,8 @@ class Membership:
     def admits(self, rank: int, generation: int, donor: str | None) -> bool:
         """Whether a peer may train with the state taken from ``donor``; None: with its own state.
 
-        Its own state must be fresh, unless there is no other peer in training to give it one. A
-        donor must be a member, because a silent peer may have sent an outdated state.
+        The peer's own state must not be outdated, unless no other peer trains that could give it a
+        newer one. A donor must be a member, because a silent peer may have sent an outdated state.
         """
         with self._lock:
             entry = self._present(rank, generation)
@@ -103,10 +103,10 @@ class Membership:
     ) -> tuple[int, Members] | str:
         """Take a peer's report; returns the total steps and `members`, or how the peer must end.
 
-        A peer must end with "stop" if it was removed, and with "lag" if it was silent while the
-        others made more than ``peers.max_lag`` steps of progress, unless it has kept up: if only
-        `train.py` was out of reach, the peer made steps and averaged with others meanwhile. A
-        suspended peer made no steps, and a disconnected one averaged with nobody.
+        A peer must end with "stop" if it was removed. It must end with "lag" if it was silent while
+        the others made more than ``peers.max_lag`` steps of progress, unless it has kept up. A peer
+        that only could not reach `train.py` has kept up: it made steps and averaged with others. A
+        suspended peer made no steps, and a disconnected peer averaged with no other.
         """
         with self._lock:
             entry = self._present(rank, generation)
@@ -181,7 +181,7 @@ class Membership:
         return self._clock() - entry.seen[0] > self._peers.silent_s
 
     def _is_outdated(self, entry: _Entry, most: int) -> bool:
-        """Whether others have made more than ``most`` steps since the peer was seen, and train."""
+        """Whether others train and have made over ``most`` steps since the peer was last seen."""
         others = (other for other in self._ranks.values() if other is not entry)
         return any(e.alive and e.admitted for e in others) and self._lag(entry) > most
 
@@ -197,9 +197,9 @@ class MembershipClient:
     """A peer's connection to the `Membership`; the next call replaces a broken one.
 
     Args:
-      address: where the membership listens.
+      address: the address at which the membership listens.
       secret: shared by the peers of the run.
-      seconds: how long an answer may take.
+      seconds: the timeout of an answer.
     """
 
     def __init__(self, address: Address, secret: bytes, seconds: float):
@@ -207,7 +207,7 @@ class MembershipClient:
         self._connection: Connection | None = None
 
     def call(self, method: str, *args: object) -> Any:
-        """Call a method of `Membership`; raises one of `exchange.BROKEN` if nobody answers."""
+        """Call a method of `Membership`; raises one of `exchange.BROKEN` if it does not answer."""
         if self._connection is None:
             self._connection = connections.connect(self._address, self._secret, self._seconds)
         try:
@@ -225,11 +225,11 @@ class Reporter:
 
     Args:
       place: the identity of this peer.
-      address: where this peer listens.
+      address: the address at which this peer listens.
       membership: the connection to the membership.
-      boundary: this peer's work between steps.
-      common: common progress, updated here; so are the members of the averager.
-      leave: called with "stop" or "lag" if this peer has to end.
+      boundary: this peer's work between steps; each report updates the members of its averager.
+      common: common progress, which each report updates, too.
+      leave: callback for when this peer must end, called with "stop" or "lag".
 
     Attributes:
       stopped: an event that ends `run`.
@@ -246,7 +246,8 @@ class Reporter:
     ):
         self._place, self._address, self._membership = place, address, membership
         self._boundary, self._common, self._leave = boundary, common, leave
-        self._averages: int | None = None  # when the first report failed; None: the last did not
+        # The number of averages when reports began to fail; None: the last report has arrived.
+        self._averages: int | None = None
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -306,12 +307,13 @@ def state_to_join(
 
     Args:
       place: the identity of the peer that begins.
-      membership: the connection to the membership, which decides, see `Membership.admits`.
+      membership: the connection to the membership, which decides; see `Membership.admits`.
       secret: shared by the peers of the run.
-      leaving: returns how this peer has to end, or None.
-      ask: requests the state of the peer at an address, see `decent_jax.peers.exchange.ask_state`.
+      leaving: function that returns how this peer must end, or None.
+      ask: function that requests the state of the peer at an address, as
+        `decent_jax.peers.exchange.ask_state` does.
       clock: a clock, in seconds.
-      wait: waits for a number of seconds.
+      wait: function that waits for a number of seconds.
 
     Raises:
       NotJoined: this peer has to end first, or has no state after ``peers.start_s``.

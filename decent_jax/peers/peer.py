@@ -28,7 +28,7 @@ class Peer:
       place: the identity of the peer.
       membership: the address of the `decent_jax.peers.membership.Membership`.
       secret: shared by all peers of the run.
-      host: returns the IP address of this machine.
+      host: function that returns the IP address of this machine.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class Peer:
             with listener:
                 try:
                     return loop.train(PeerRunner(experiment, work, boundary), work)
-                except NotJoined:  # the run continues, or resumes, without its state
+                except NotJoined:  # the run continues, or resumes, without this peer's state
                     return {"steps": common.own, "how": self._leaving or "join"}
                 finally:
                     reporter.stopped.set()
                     self._jobs.put(None)
 
     def published(self) -> list[PyTree] | None:
-        """The arrays of the last snapshot, or once training has ended, the last parameters."""
+        """The arrays of the last snapshot or, once training has ended, the last parameters."""
         if self._boundary is not None and self._boundary.final is not None:
             return self._boundary.final
         snapshot = self._averager.snapshot
         return None if snapshot is None else snapshot.arrays
 
     def leave(self, how: str = "leave") -> None:
-        """Ask it to end: "leave" after a last average, "stop" at once, "lag" without saving."""
+        """Ask the peer to end: "leave" after a last average, "stop" at once, "lag" unsaved."""
         if self._leaving != "stop":
             self._leaving = how
         if self._boundary is not None:

@@ -1,4 +1,4 @@
-"""The parts of a run of peers: its folder, the run of one replica in each peer, its data."""
+"""The parts of a run of peers: the run directory, the run of one replica in each peer, the data."""
 
 import contextlib
 import copy
@@ -116,7 +116,7 @@ def count_of(config: Config) -> int:
 
 
 def forget(folder: Path, first: int) -> None:
-    """Remove the checkpoints of a run folder from step ``first`` on; they will be rewritten."""
+    """Remove the checkpoints of a run directory from step ``first`` on; they will be rewritten."""
     for path in (folder / "checkpoints").glob("*"):
         number = path.name.partition(".")[0]  # of a step, or of a draft
         if number.isdecimal() and int(number) >= first:
@@ -129,9 +129,9 @@ def open_run(
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """Open the run of one replica with the steps, durations and learning rate of the whole run.
 
-    Its optimizer makes only local steps and takes its learning rate from the counts that
-    `StateChanges.at_progress` sets; `StateChanges.average` replaces the rounds of a method. Its
-    random numbers depend on the rank.
+    The run's optimizer makes only local steps and takes its learning rate from the counts that
+    `StateChanges.at_progress` sets. `StateChanges.average` replaces the rounds of a method. The
+    run's random numbers depend on the rank.
 
     Raises:
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
@@ -179,7 +179,7 @@ def of_peer(experiment: Experiment, config: Config, rank: int, num_streams: int)
     size, task = config.batch_size // config.num_replicas, copy.copy(experiment.task)
     task.train_source = Stream(task.train_source, rank, num_streams, size)
     own = config_lib.changed(experiment.config, batch_size=size)
-    # A peer makes at most as many steps as all peers together.
+    # An upper bound: this peer might have to make the steps of all peers.
     steps = experiment.steps * config.num_replicas
     return experiment._replace(config=own, task=task, steps=steps)
 
@@ -248,7 +248,7 @@ def read_manifest(workdir: Path, config: Config) -> Json:
 
 
 def _is_manifest(value: Any) -> bool:
-    """Whether it has the required entries, with plausible values."""
+    """Whether ``value`` has the entries of a manifest, with plausible values."""
     return (
         fits(value, {"batch": int, "streams": int, "seconds": float, "peers": {}})
         and min(value["batch"], value["streams"]) > 0
@@ -264,8 +264,8 @@ def _is_manifest(value: Any) -> bool:
 def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
     """{rank: step of its newest checkpoint} for the peers that resume.
 
-    These are the peers that were alive at the end of the last session; if none of them has saved,
-    they are the peers that died or left.
+    These are the peers that were alive at the end of the last session. If none of them has a
+    checkpoint, these are the peers that died or left.
     """
     entries = manifest.get("peers", {})
     saved = {rank: saved_steps(workdir / FOLDER / rank) for rank in entries}
@@ -277,7 +277,7 @@ def resumed(workdir: Path, manifest: Json) -> dict[int, int]:
 def known_steps(workdir: Path, manifest: Json) -> dict[int, int]:
     """{rank: steps}; for a rank that resumes, the step of its newest checkpoint."""
     known = resumed(workdir, manifest)
-    if not known:  # killed before any peer has saved: all start from scratch
+    if not known:  # killed before any peer had saved: all peers start from scratch
         return {}
     entries = manifest.get("peers", {})
     return {int(rank): entry["steps"] for rank, entry in entries.items()} | known

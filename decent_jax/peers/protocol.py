@@ -237,7 +237,7 @@ class Averager:
         return self._members if self._clock() <= self._members_until else {}
 
     def update_members(self, members: Mapping[str, Address] | None) -> None:
-        """Replace the list of members; None: `train.py` does not answer, so the list stays."""
+        """Replace the list of members; None keeps the old list, as `train.py` does not answer."""
         self._members = self.members if members is None else members
         self._members_until = self._clock() + self._silent_s
 
@@ -252,7 +252,7 @@ class Averager:
             return taken
 
     def withdraw(self) -> None:
-        """Average with nobody until the next `publish`."""
+        """Take part in no average until the next `publish`."""
         with self._lock:
             self.snapshot = self._now = None
             self._doubtful.clear()
@@ -297,7 +297,7 @@ class Averager:
         return self._decode(exchange, reply, message)
 
     def close(self, name: str, accepted: bool | None) -> None:
-        """End an average as the answerer decided; None: its decision may still arrive."""
+        """End an average as the answerer has decided; None: the decision may still arrive."""
         with self._lock:
             exchange = self._doubtful.pop(name, None) or self._now
             if exchange is None or exchange.name != name:
@@ -335,7 +335,9 @@ class Averager:
         return self._offer(exchange, self._decode(exchange, offer, message)), exchange.message
 
     def settle(self, name: str, decoded: bool) -> bool:
-        """Whether both add their pulls: if both have decoded and the asker is a member and in time.
+        """Whether both peers add their pulls.
+
+        They do if both have decoded, and the asker is a member and has answered in time.
 
         A second call for the same average returns False.
         """

@@ -40,7 +40,7 @@ class Replayed(NamedTuple):
     averages: int
     versions: int
     differs: str  # the first thing that differs from the log; "" if nothing does
-    survived: bool  # it logged its end
+    survived: bool  # whether it logged its end
 
 
 class Log:
@@ -104,8 +104,8 @@ def replay(
     """Replay the run in ``workdir``, which must have ended or been interrupted.
 
     Args:
-      say: called with one line per peer.
-      observe: called with the peer, the step and the arrays of each snapshot.
+      say: callback for one line per peer.
+      observe: callback for each snapshot, called with the peer, the step and the arrays.
 
     Raises:
       RunError: there are no logs, or a log uses a snapshot or state that no log explains.
@@ -141,7 +141,7 @@ class _Replay:
         self.states: dict[tuple[str, int, str], TrainState] = {}  # by peer, step and moment
         origins = [log.origin for log in logs if log.origin]
         self.wanted_states = {(o["peer"], o["t"], o["when"]) for o in origins}
-        self.uses = Counter(  # of each snapshot, which is dropped after the last
+        self.uses = Counter(  # uses left of each snapshot, which is dropped after its last use
             use
             for log in logs
             for averages in log.averages.values()

@@ -121,9 +121,10 @@ class StepBoundary:
       common: common progress.
       averager: the peer's averager.
       jobs: queue of functions that a thread calls one after the other.
-      ask: asks another peer for a pairwise average; runs as such a job.
-      join: called before the first step, after compilation; returns another peer's state to begin
-        with, or None to keep its own. If ``join`` is None, the peer keeps its own.
+      ask: job that asks another peer for a pairwise average.
+      join: callback before the first step, after compilation; returns another peer's state with
+        which to begin, or None to keep the peer's own state. If ``join`` itself is None, the peer
+        also keeps its own.
       clock: a clock, in seconds.
     """
 
@@ -146,7 +147,7 @@ class StepBoundary:
         self.join = join
         self._every, self._exchange_s = place.config.mix_every, peers.exchange_s
         self._due = 0  # the step before which to ask next
-        self._ask_after = 0.0  # and the time; infinite while a request is in progress
+        self._ask_after = 0.0  # the time after which to ask next; infinite during a request
         self._log: events.EventLog | None = None
         self._origin: Json | None = None
         self._has_published = False
@@ -212,8 +213,8 @@ class StepBoundary:
             self._shown = progress, self._changes.rate(np.int32(progress))
         state = self._changes.at_progress(state, progress)
         log.write(t=t, rate=progress)
-        # A host that runs ahead of its device publishes late, cannot average till then, and applies
-        # old pulls. Therefore, wait for the last step here, once everything else is ready.
+        # A host that runs ahead of its device publishes late, cannot average until then, and
+        # applies old pulls. Therefore, wait for the last step here, once everything else is ready.
         self._note_loss()
         taken = self.averager.take()
         for average in taken:
@@ -226,13 +227,13 @@ class StepBoundary:
         if t >= self._due and self._clock() >= self._ask_after:
             self._due, self._ask_after = t + self._every, math.inf
             self._jobs.put(self._ask_and_rest)
-        self.ready = True  # before the step: on a CPU, one with a callback blocks until it is done
+        self.ready = True  # before the step: on a CPU, a step with a callback blocks until its end
         state, metrics = compiled(state, batch, number(self._place.rank, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> Json:
-        """End, after the last checkpoint is saved; returns the steps, and how it ended."""
+        """End the peer after its last checkpoint is saved; returns its steps, and how it ended."""
         self._note_loss()
         arrays = on_host(self._changes.averaged(state))
         self.final = arrays

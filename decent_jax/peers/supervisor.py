@@ -19,8 +19,8 @@ from decent_jax.peers.peer import Peer
 from decent_jax.peers.peer_run import FOLDER, Place
 
 _LOOK_S = 0.2
-_THREADS = 8  # of a peer: it trains, reports, sends its parameters
-_WHY = {  # a peer has ended, by `Peer.train`
+_THREADS = 8  # of a peer, which trains, reports and sends its parameters
+_WHY = {  # reasons for the end of a peer, by the ``how`` that `Peer.train` returns
     "lag": "has lagged too far behind",
     "join": "received no initial state",
     "leave": "has left after {steps} steps",
@@ -43,7 +43,7 @@ class Supervisor:
       folder: the run directory.
       steps: steps of the run, after which no peer is replaced.
       before: the manifest from earlier sessions.
-      say: prints a line for the user.
+      say: callback that prints a line for the user.
       actors: starts the peers.
       data: facts about the data on which all peers must agree; None: they are not compared.
       need: bytes that the arrays of one peer take.
@@ -96,7 +96,7 @@ class Supervisor:
         """Start the peers of the session: those that resume from their checkpoints, and new ones.
 
         Args:
-          address: where the membership listens.
+          address: the address at which the membership listens.
         """
         self._address = address
         wanted = peer_run.count_of(self.config)
@@ -151,7 +151,7 @@ class Supervisor:
                 result = peer.training.result()
             except Unanswered as error:
                 cause = getattr(error, "cause", None)
-                if is_first and isinstance(cause, ConfigError):  # its successor would fail alike
+                if is_first and isinstance(cause, ConfigError):  # its successor would fail, too
                     raise ConfigError(f"peer {rank}: {cause}") from None
                 result = {"how": "die", "why": str(error)}
             how = result["how"]
