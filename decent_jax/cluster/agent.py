@@ -4,7 +4,8 @@
 
 An agent imports the modules once, including jax, without opening a device. Each process of the run
 is a fork of the agent, so that the successor of a dead process has nothing to import. If a module
-has started a thread, whose locks a fork would hold forever, the process imports everything anew.
+has started a thread, whose locks a fork would hold forever, the process starts a new interpreter,
+which imports everything again.
 
 Supervisor and agent exchange lines of JSON over standard input and output (`ssh` and `srun`
 forward them). The agent receives::
@@ -48,12 +49,12 @@ class _Process:
         os.write(stdin, OF_AGENT)
 
     def stop(self) -> None:
-        """Ask it to save a checkpoint and end."""
+        """Ask the process to save a checkpoint and end."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stdin, STOP)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it and its children, such as readers of data."""
+        """Send a signal to the process and its children, such as readers of data."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -161,7 +162,7 @@ class Agent:
             os.write(self._reports, json.dumps(report).encode() + b"\n")
 
     def _leave(self) -> None:
-        """Let the process save a checkpoint and end, as when its standard input ends."""
+        """Let the process save a checkpoint and end, because the supervisor is gone."""
         process = self._process
         if process is None:
             return

@@ -25,7 +25,7 @@ _loops = itertools.count()
 
 
 class Agreement:
-    """A context for a loop that all processes run; a single process need not wait."""
+    """A context for a loop that all processes run; a process that runs alone never waits."""
 
     def __init__(self):
         self._client: Any = global_state.client  # None: a single process

@@ -6,16 +6,17 @@ import re
 from decent_jax.ground.errors import ConfigError
 
 # The variable that identifies a launcher, and variables with the number of processes, if any. In
-# the interactive shell of salloc, a step of one process, SLURM_NTASKS is what srun could start.
-# Open MPI comes first because its processes in a SLURM job also see the variables of a step with
-# one task per node.
+# the interactive shell of salloc, which is a step of one process, SLURM_NTASKS is the number of
+# processes that srun could start. Open MPI comes first because its processes in a SLURM job also
+# see the variables of a step with one task per node.
 LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     "SLURM": ("SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
     "Kubernetes": ("JOB_COMPLETION_INDEX", ()),
 }
-# The number of processes as set by launchers that are not supported: torchrun, MPICH and Intel MPI,
-# MVAPICH, jsrun, Flux, Horovod, Kubeflow, mpiexec, mpirun, and whatever sets jax's own variable.
+# Variables with the number of processes, set by launchers that are not supported: torchrun, MPICH
+# and Intel MPI, MVAPICH, jsrun, Flux, Horovod, Kubeflow, mpiexec, mpirun, and any launcher that
+# sets jax's own variable.
 UNREAD = str.split(
     "WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE JSM_NAMESPACE_SIZE FLUX_JOB_SIZE HOROVOD_SIZE "
     "PET_NNODES MPI_LOCALNRANKS OMPI_COMM_WORLD_SIZE JAX_NUM_PROCESSES"

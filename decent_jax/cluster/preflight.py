@@ -83,7 +83,7 @@ def measure(
       devices: n devices, one per process.
       hosts: host name of each process.
       num_bytes: size of the long message.
-      repeats: measurements of each link, of which the median counts.
+      repeats: number of measurements of each link; their median counts.
       quiet: whether to print nothing.
 
     Returns:
@@ -115,8 +115,8 @@ def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarr
     """Latency and bandwidth, (n, n), from the seconds that a short and a long message take.
 
     The latency is half of the time for the short message; as no clocks of different hosts are
-    compared, it is the same in both directions. The bandwidth is ``num_bytes``, by which the long
-    message is longer, divided by its additional time.
+    compared, it is the same in both directions. The bandwidth is ``num_bytes``, the difference in
+    size between the two messages, divided by the difference in time.
     """
     latency = np.minimum(short, short.T) / 2
     # Noise may hide these bytes, so count at least a tenth of the long message's time for them.

@@ -93,7 +93,7 @@ def barrier(
       index: index of this process, from 0.
       description: values that must be equal on all processes, see `describe`.
       timeout_s: seconds to wait for the others.
-      folder: where the processes find their secret if the variable `SECRET` is not set.
+      folder: folder in which processes find their secret if the variable `SECRET` is not set.
 
     Returns:
       The host name of every process.
@@ -138,7 +138,7 @@ class _Group:
     Attributes:
       hellos: the hello of each process, by its index.
       refusal: why they cannot start together; None: so far, they can.
-      changed: notified when a process connects; its lock guards all of this.
+      changed: condition notified when a process connects; its lock guards all attributes.
     """
 
     def __init__(self, own: dict):
@@ -207,7 +207,7 @@ class _Group:
 
 def _tell(connection: Connection, answer: Json) -> None:
     """Send the answer and close; it is short enough to be sent at once."""
-    with connection, contextlib.suppress(OSError):  # one that waits for others finds out
+    with connection, contextlib.suppress(OSError):  # the receiver, if it lives, reports the failure
         connections.send(connection, answer)
 
 

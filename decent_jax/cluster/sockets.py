@@ -19,7 +19,7 @@ def connections() -> list[tuple[End, End]]:
     """(own end, other end) of each established connection; empty except on Linux."""
     own = set()
     for descriptor in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # closed meanwhile, as is the one of this listing
+        with contextlib.suppress(OSError):  # closed meanwhile, as is the listing's own descriptor
             own.add(os.readlink(descriptor))
     pairs = []
     for table in ("tcp", "tcp6"):
@@ -40,7 +40,7 @@ def _end(text: str) -> End:
 
 
 def card(near: str, far: str) -> str:
-    """The network card on which the kernel sends from one address to another; "?": no route.
+    """The network card on which the kernel sends from one address to another; "?" if none.
 
     We ask the kernel because the routing tables alone do not show the card if policy rules choose
     between them.

@@ -1,4 +1,4 @@
-"""Start jax in one process or in many, as the section ``cluster`` of a config says."""
+"""Start jax in one process or several, as the section ``cluster`` of a config specifies."""
 
 import collections
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import xla_bridge  # nothing public says whether jax has been used
+from jax._src import xla_bridge  # no public function tells whether jax has been used
 
 from decent_jax.cluster import launchers, rendezvous, watch
 from decent_jax.cluster.supervise import end_with_supervisor
@@ -63,14 +63,14 @@ def start(config: Any, folder: str | Path = ".") -> str:
     """Start jax as configured in ``config.cluster``; returns a line for the log.
 
     Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
-    Kubernetes started this process together with others, or on a Cloud TPU pod. All of them first
+    Kubernetes started this process together with others, or on a Cloud TPU pod. All processes first
     pass the start-up barrier (`rendezvous`), which checks that they run the same config and
-    versions; from then on they watch each other (`watch`). A launcher that is detected but cannot
+    versions; from then on, they watch each other (`watch`). A launcher that is detected but cannot
     be used is an error. A second call in a process changes nothing.
 
     Args:
       config: the run's config.
-      folder: a folder that all processes see, where they find their secret (`rendezvous`).
+      folder: a folder that all processes see, in which they find their secret (`rendezvous`).
 
     Raises:
       ConfigError: processes do not connect, or differ in config or versions.
@@ -135,12 +135,12 @@ def _join(place: "_Place", config: Any, folder: str | Path) -> None:
 
 
 class _Place(NamedTuple):
-    """The number of a process among the others, and where they find each other."""
+    """The index of a process, and the address at which the processes find each other."""
 
     address: str  # host:port of process 0
     count: int
     index: int
-    devices: Sequence[int] | None  # numbers of the devices of this host to use; None: all
+    devices: Sequence[int] | None  # numbers of this host's devices to use; None: all devices
 
 
 def _place(cluster: Cluster, launcher: str | None) -> _Place:
@@ -168,7 +168,8 @@ def _place(cluster: Cluster, launcher: str | None) -> _Place:
         ) from None
     address, count, index, of_its_number = detected
     devices = devices if launchers.shows_own_devices(launcher) else of_its_number
-    another = launcher == "Open MPI" and not OmpiCluster.is_env_present()  # SLURM's, for instance
+    # jax may have detected another launcher instead, for instance SLURM.
+    another = launcher == "Open MPI" and not OmpiCluster.is_env_present()
     if another or address is None or count is None or index is None:
         raise ConfigError(
             f"{launcher} started this process, but jax does not know how to find the others; "

@@ -1,4 +1,4 @@
-"""Keeps a run going when one of its processes or hosts is lost.
+"""Keeps a run alive when one of its processes or hosts is lost.
 
 On every host, an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process
 is lost, the supervisor ends all processes at once and restarts them, the lost one on its own host
@@ -6,9 +6,9 @@ or on a spare one; they resume from the in-memory checkpoints of their hosts
 (`decent_jax.checkpoints.in_memory`), or else from the last checkpoint on disk. If no host can take
 the lost process, the run continues on the remaining hosts.
 
-A process is lost if a signal ended it, or if its agent has died or does not answer. The order in
-which exit codes arrive does not matter: a survivor may end before the supervisor notices the death
-of another process.
+A process is lost if a signal ended it, if it exited with an unexpected code, or if its agent has
+died or does not answer. The order in which exit codes arrive does not matter: a survivor may end
+before the supervisor notices the death of another process.
 
 However the supervisor ends, the kernel closes the pipes to its agents, which then ask their
 processes to stop as after SIGTERM, saving a checkpoint if there is time.
@@ -46,7 +46,7 @@ _STOP_S = 600.0  # for all to end after a signal
 _REFUSED, _FAILED = 2, 1  # of `train`; a restart would not help
 # Exit codes of a process that lost another: after its sentence, or by jax's abort.
 _OF_SURVIVORS = (PEER_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
-_GONE = 255  # like `ssh` that lost its host
+_GONE = 255  # the agent has ended; `ssh` exits with this code if it loses its host
 
 
 @dataclasses.dataclass
@@ -184,14 +184,14 @@ class Supervisor:
     """Starts the processes of a run, and restarts them when one is lost.
 
     Args:
-      members: hosts; a process runs on each of the first ``count``, the others are spare.
+      members: hosts; a process runs on each of the first ``count``, and the others are spare.
       count: number of processes.
       connect: ``connect(member)`` starts an agent on that host and returns its `AgentLink`.
       start: ``start(members, attempt)`` lets the agent of each member start its process.
       patience_s: seconds for other processes to end after a failure, and for agents to get ready.
-      again: how often a host's process is restarted if the run makes no progress in between.
-      say: called with sentences for the user.
-      clock: has ``monotonic()`` and ``sleep(seconds)``.
+      again: maximum number of restarts of a host's process without progress of the run in between.
+      say: callback for sentences to the user.
+      clock: object with ``monotonic()`` and ``sleep(seconds)``.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Supervisor:
         self._signals.append(number)
 
     def run(self) -> int:
-        """Run until the end; returns the exit code, 1 if it gave up or not all processes saved."""
+        """Supervise until the end; returns the exit code, 1 if it gave up or not all saved."""
         try:
             for attempt in range(10**9):
                 self._find_active()
@@ -282,7 +282,7 @@ class Supervisor:
         return [spare for spare in others if spare.agent.is_ready() and spare.deaths <= self._again]
 
     def _in_place_of(self, member: Member, spare: list[Member], late: bool) -> Member | None:
-        """The member if it is ready, else a spare; None: none is ready, or the member may soon be.
+        """The member if ready, else a spare; None if none is ready or the member may soon be.
 
         If only an agent has died, its host still has the in-memory checkpoints of its process.
         """
@@ -319,7 +319,7 @@ class Supervisor:
                 deadline = now + _ANSWER_S
             self._clock.sleep(_TICK_S)
         for agent, code in zip(agents, codes, strict=True):
-            if code is None:  # hung; a new one may answer
+            if code is None:  # hung; a new agent may answer
                 agent.close()
         for k in killed:
             codes[k] = PEER_LOST if codes[k] == -signal.SIGKILL else codes[k]

@@ -100,7 +100,7 @@ class _Watch(threading.Thread):
             self.client.key_value_set(f"{_FAILED}{self.index}", told, allow_overwrite=True)
 
     def failed_elsewhere(self) -> tuple[int, int, str] | None:
-        """(process, exit code, why) of a failure that this process does not share; None: none."""
+        """(process, exit code, why) of a failure that this process does not share, or None."""
         for key, told in self.client.key_value_dir_get(_FAILED):
             count, code, words = json.loads(told)
             if count > self.failures:

@@ -1,1 +1,1 @@
-"""The commands of ``decent-jax``: thin, each a module with a `main`."""
+"""The commands of ``decent-jax``: thin modules, each with a `main`."""

@@ -170,7 +170,8 @@ def _ms(seconds: object) -> str:
 def _tables(state: RunState) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     """(kind, rows by name) of processes or workers, peers, and replicas; a row maps column to text.
 
-    A process is slow if it computes for longer than the others; a worker's waiting does not count.
+    A process is slow if it computes for over `_SLOW` times as long as the fastest; a worker's
+    waiting does not count.
     """
     kind, computes, waits = "process", "comm/gradient_s", "comm/message_s"
     if state.start.get("stages"):

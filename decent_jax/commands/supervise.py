@@ -1,4 +1,4 @@
-"""Keep a run going when a process or a host is lost: start its processes, and restart them.
+"""Keep a run alive when a process or a host is lost: start its processes, and restart them.
 
     decent-jax supervise --processes 4 -- \\
         train.py --config configs/quickstart.py --workdir runs/mine
@@ -7,13 +7,13 @@
         train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
 
 It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
-process is lost (killed by a signal, lost with its host, or silent for cluster.heartbeat_s), all
-processes end and restart within seconds, from the in-memory checkpoints of their hosts
-(recovery.every) or else from disk. The lost process restarts on its own host or on a spare one; if
-neither answers, the run continues without it. Each replica then keeps its share of the batch:
-without one of four processes, num_replicas and batch_size shrink to three quarters; the learning
-rate and the steps stay the same. If the schedule does not allow the new number of replicas,
-one_peer_exp replaces it.
+process is lost (killed by a signal, ended with an unexpected exit code, lost with its host, or
+silent for cluster.heartbeat_s), all processes end and restart within seconds, from the in-memory
+checkpoints of their hosts (recovery.every) or else from disk. The lost process restarts on its own
+host or on a spare one; if neither answers, the run continues without it. Each replica then keeps
+its share of the batch: without one of four processes, num_replicas and batch_size shrink to three
+quarters, while the learning rate and the number of steps do not change. If the schedule does not
+allow the new number of replicas, one_peer_exp replaces it.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
 run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. If the
@@ -112,7 +112,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _members(options: argparse.Namespace) -> tuple[list[Member], int]:
-    """The hosts, with the spare ones at the end, and how many of them start a process."""
+    """The hosts, with the spare ones at the end, and the number of those that start a process."""
     if options.hosts is None:
         if options.spares is not None:
             raise ConfigError.about("--spares", options.spares, "must come with --hosts")
