@@ -11,7 +11,7 @@ from decent_jax.ground.fields import changeable
 
 @dataclass(frozen=True)
 class Ray:
-    """The Ray cluster that runs the peers or the stages, and what each of them reserves there."""
+    """The Ray cluster that runs the peers or stages, and the resources that each reserves there."""
 
     address: str = changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine')
     cpus: float = changeable(0.0, "cores that Ray reserves per peer or stage; 0: none", at_least=0)

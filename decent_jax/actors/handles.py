@@ -108,13 +108,13 @@ class Actors:
         """Start an actor ``kind(*args)``.
 
         Args:
-          log: file for its console output, see `decent_jax.actors.ray_cluster.enter`.
-          sigterm: name of its method to call on SIGTERM; empty: the actor ends.
-          on: its node; None: Ray spreads actors over all nodes.
-          cpus: cores that Ray reserves for it.
-          gpus: GPUs that Ray reserves for it; it sees no others.
-          memory: bytes that Ray reserves for it.
-          threads: number of threads in which Ray calls its methods.
+          log: file for the actor's console output, see `decent_jax.actors.ray_cluster.enter`.
+          sigterm: name of the actor's method to call on SIGTERM; empty: the actor ends.
+          on: the actor's node; None: Ray spreads actors over all nodes.
+          cpus: cores that Ray reserves for the actor.
+          gpus: GPUs that Ray reserves for the actor, which sees no others.
+          memory: bytes that Ray reserves for the actor.
+          threads: number of threads in which Ray calls the actor's methods.
         """
         remote: Any = ray.remote(_in_process(kind, log, sigterm) if log else kind)
         where = NodeAffinitySchedulingStrategy(on.id, soft=False) if on else "SPREAD"

@@ -20,18 +20,18 @@ from decent_jax.cluster import launchers
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError, Interrupted
 
-_STORE = 128 * 2**20  # bytes of a local object store at least
-_ACTOR = 250e6  # bytes of a Python that has imported jax and this package
+_STORE = 128 * 2**20  # bytes of the smallest local object store
+_ACTOR = 250e6  # bytes of a Python process that has imported jax and this package
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 # What a client of gRPC sends first, and the type of the server's first frame (RFC 9113, 3.4).
 _PREFACE, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 
 
 def prepare(address: str) -> None:
-    """Set what Ray reads from the environment when it is first imported.
+    """Set the environment variables that Ray reads when it is first imported.
 
     A cluster that we start accepts only clients that know its token, which is drawn here and
-    written to no file. For a cluster at an address, the user sets the token, which Ray finds.
+    written to no file. For a cluster at an address, Ray finds the token that the user has set.
 
     Args:
       address: address of the Ray cluster; empty: Ray will be started on this machine.
@@ -44,10 +44,10 @@ def prepare(address: str) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # the default is 15
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # the default is 30 s
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # `train.py` says itself which actor has died.
+    # `train.py` itself reports which actor has died.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     if address:
-        with contextlib.suppress(OSError):  # Ray lets everybody on this machine read it
+        with contextlib.suppress(OSError):  # Ray makes it readable to all users of this machine
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
         return
     if "ray" not in sys.modules:  # else it has read the mode, see `running`
@@ -115,7 +115,7 @@ def check_memory(needs: Sequence[float], there: float | None = None) -> None:
 
 
 def reserved(settings: Ray, need: float) -> float:
-    """Bytes to reserve for an actor that needs ``need``; on a Ray that we start, none."""
+    """Bytes to reserve for an actor that needs ``need``; 0 on a Ray cluster that we start."""
     return need + _ACTOR if settings.address else 0.0
 
 
@@ -176,7 +176,7 @@ def enter(log: Path, launched_from: str) -> None:
 
 
 def leave_launcher() -> None:
-    """Forget that a launcher such as SLURM started this process with others: Ray joins them."""
+    """Forget that a launcher such as SLURM started this process with others: Ray connects them."""
     for variable in launchers.VARIABLES:
         os.environ.pop(variable, None)
 

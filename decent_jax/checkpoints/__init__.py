@@ -1,4 +1,4 @@
-"""Checkpoints on disk and in memory, and what else a restarted process needs."""
+"""Checkpoints on disk and in memory, and the executables that a restarted process needs."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What is kept in memory in case a process is lost; see docs/clusters.md."""
+    """In-memory checkpoints, kept in case a process is lost; see docs/clusters.md."""
 
     every: int = changeable(
         -1,

@@ -190,7 +190,7 @@ def _reader() -> ocp.Checkpointer:
 
 
 def _only(tree: PyTree, names: Collection[str]) -> PyTree:
-    """The tree with the leaves of these names alone; nested dicts if that leaves out any."""
+    """The tree with only the leaves of these names, as nested dicts if any leaf is left out."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
     chosen = {path: x for path, x in leaves.items() if _name(path) in names}
     if len(chosen) == len(leaves):
@@ -265,7 +265,10 @@ def _verify(tree: PyTree, wanted: dict[str, int]) -> None:
 
 
 def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -> TrainState:
-    """Resize a stacked state to the placement's replicas: all at the mean, windows dropped."""
+    """Resize a stacked state to the placement's number of replicas, all of them at the mean.
+
+    Partial windows of accumulated gradients are dropped.
+    """
 
     @jax.jit
     def change(state):
@@ -275,7 +278,7 @@ def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -
         state = replicas.resize(state, placement.num_replicas, weights, sound)
         own = optim.with_equal_weights(state.opt_state.own)
         opt_state = optim.drop_window(state.opt_state._replace(own=own), accum_steps)
-        # Keep the total of updates skipped since the start, but not by which replica.
+        # Keep the total number of skipped updates, but not which replica skipped them.
         none = jnp.zeros_like(opt_state.skipped)
         opt_state = opt_state._replace(skipped=none.at[0].set(skipped))
         return placement.place_all(state._replace(opt_state=opt_state))

@@ -35,7 +35,7 @@ class ExecutableCache:
     """The executables of one process; see `open_cache`.
 
     Args:
-      folder: where executables are stored; None: nowhere, and every call of `get` compiles.
+      folder: folder in which executables are stored; None: every call of `get` compiles.
       owner: part of the key of every executable.
       devices: the devices on which they run; None: jax decides.
     """
@@ -47,9 +47,9 @@ class ExecutableCache:
         """The executable with this name, a `jax.stages.Compiled`.
 
         Args:
-          name: identifies it among the executables of one owner.
-          compiled: compiles it if it is not in the cache.
-          devices: the devices on which it runs; None: all devices of the cache.
+          name: unique name of the executable among those of one owner.
+          compiled: function that compiles the executable if it is not in the cache.
+          devices: the devices on which the executable runs; None: all devices of the cache.
         """
         if self._folder is None:
             return compiled()
@@ -81,7 +81,7 @@ NO_CACHE = ExecutableCache()
 
 @functools.cache
 def version(file: str) -> tuple[int, ...] | None:
-    """Size and times of a file when this process first asked; None: there is no such file."""
+    """Size and times of a file at the first call in this process; None: there is no such file."""
     with contextlib.suppress(OSError):
         stat = os.stat(file)
         return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -1,9 +1,9 @@
 """In-memory checkpoints: files in `MEMORY` that survive their process.
 
 Every ``recovery.every`` steps each process writes its rows of the training state and the metadata
-of a checkpoint to a file in `MEMORY`, without communication. When a process is lost and all
-restart, they resume from the newest step for which every process finds its file: bit for bit as if
-nothing had failed, without reading arrays from a shared disk.
+of a checkpoint to a file in `MEMORY`, without communication. After a process is lost, all restart
+and resume from the newest step for which every process finds its file. The result is bit-identical
+to that of a run without failures, and no arrays are read from a shared disk.
 
 The file ``STEP.own`` (`decent_jax.checkpoints.shard_file`) is renamed into place once it is
 complete. Two complete checkpoints are kept while the next one is written, so processes that are up
@@ -52,11 +52,11 @@ class MemoryCheckpoints:
     """The in-memory checkpoints of one process; see `open_memory_checkpoints`.
 
     Args:
-      folder: where this process stores them.
+      folder: folder of this process's checkpoints.
       every: steps between two checkpoints; `AUTOMATIC`: `settle` chooses this number after the
         first checkpoint.
       run: the identity of the run.
-      say: called with sentences for the user.
+      say: callback for sentences to the user.
       mirror: exchanges rows with the neighbouring processes; None: no mirror is stored.
     """
 
@@ -105,7 +105,7 @@ class MemoryCheckpoints:
           step_s: seconds per step.
 
         Returns:
-          Whether this call chose ``every``; the first call has no checkpoint to time, so it cannot.
+          Whether this call chose ``every``; the first call cannot, as no checkpoint was timed yet.
         """
         if self.every != AUTOMATIC or self._writing is None:
             return False
@@ -159,7 +159,7 @@ class MemoryCheckpoints:
         self._thread.shutdown()
         ended = exc_type is None or issubclass(exc_type, (Interrupted, TrainingFailed))
         if ended:
-            # Those of all processes of this host, as nothing else removes an excluded process's.
+            # The files of all processes of this host: nothing else removes an excluded process's.
             shutil.rmtree(self.folder.parent, ignore_errors=True)
 
     # --- Restore ----------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class MemoryCheckpoints:
 
         Args:
           like, placement, accum_steps: see `decent_jax.checkpoints.on_disk.Checkpointer`; if the
-            number of replicas has changed, all continue from the mean of the remaining ones.
+            number of replicas has changed, all continue from the mean of those that remain.
           after: the step of the newest checkpoint on disk; only newer ones are considered.
         """
         tree = {"state": tree_of(like)}
@@ -290,11 +290,11 @@ def open_memory_checkpoints(
       workdir: the run directory.
       shapes: shapes and dtypes of the state.
       placement: the replicas and their devices.
-      say: called with sentences for the user, in process 0.
+      say: callback for sentences to the user, in process 0.
 
     Raises:
-      ConfigError: the config asks for them, but a host's memory cannot hold them for all its
-        processes.
+      ConfigError: the config asks for in-memory checkpoints, but a host's memory cannot hold those
+        of all its processes, or their folder cannot be created.
     """
     every, is_first = recovery.every, jax.process_index() == 0
 
@@ -379,7 +379,7 @@ def sums_like(n: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _copied(x: jax.Array) -> jax.Array:
-    """A new buffer: the next step donates the buffers of the state."""
+    """A copy in a new buffer, because the next step donates the buffers of the state."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     return jnp.copy(x)

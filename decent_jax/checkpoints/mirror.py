@@ -66,6 +66,6 @@ def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def from_first(value: Json, has_it: bool) -> Json:
-    """A JSON value, broadcast from the first process that has it; all processes call this."""
+    """A JSON value, broadcast from the first process that has it; all processes must call this."""
     first = watch.gather(has_it).index(True)
     return watch.gather(value if first == jax.process_index() else {})[first]

@@ -2,8 +2,8 @@
 
 ``checkpoints/STEP`` and ``best/STEP`` are renamed into place once their contents are on disk. Each
 holds a folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
-`decent_jax.checkpoints.arrays`) and ``meta.json``: step, replicas, config, position, the identity
-of the run, and a checksum of every array. A folder whose name starts with a dot is not a
+`decent_jax.checkpoints.arrays`) and ``meta.json``: step, replicas, config, data position, the
+identity of the run, and a checksum of every array. A folder whose name starts with a dot is not a
 checkpoint: it is being written or removed, and the next start of the run deletes it.
 """
 
@@ -42,7 +42,7 @@ _RUN = "run.json"  # in FOLDER: the identity of the run
 _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
-# --- Of a run under way ---------------------------------------------------------------------------
+# --- Save and restore -----------------------------------------------------------------------------
 
 
 def check_there(path: Path) -> None:
@@ -79,7 +79,7 @@ class Checkpointer:
         self._writer = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
-        self._saved = -1  # the last step; on disk, processes may see different ones
+        self._saved = -1  # step of the last checkpoint; on disk, processes may see different ones
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint visible to all processes, the oldest first."""
@@ -111,7 +111,7 @@ class Checkpointer:
             replicas, all start from the mean of its replicas (parameters, moments and moving
             average), and a partial window of accumulated gradients is dropped.
           accum_steps: the window of accumulated Adam, in steps.
-          say: called with each message for the user.
+          say: callback for messages to the user.
 
         Raises:
           CheckpointError: there are checkpoints, but none can be read.
@@ -183,7 +183,7 @@ def _writing(workdir: Path):
         raise CheckpointError(why) from error
 
 
-# --- Written --------------------------------------------------------------------------------------
+# --- Folders --------------------------------------------------------------------------------------
 
 
 def draft_of(folder: Path, step: int) -> Path:
@@ -296,8 +296,8 @@ def first_whole(
 
     Args:
       folder: ``checkpoints`` or ``best`` of a run.
-      read: takes the folder of a checkpoint and its meta.
-      say: called with a message about each damaged checkpoint.
+      read: function that reads a checkpoint, given its folder and its meta.
+      say: callback for a message about each damaged checkpoint.
       among: steps to consider; None: all.
 
     Raises:

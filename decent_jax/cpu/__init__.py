@@ -8,10 +8,10 @@ from jax import lax
 
 # XLA's options for training steps.
 COMPILER_OPTIONS: dict[str, bool | str | int] = {
-    # XLA for GPUs does this by default. Without it a step copies the whole optimizer state before
+    # XLA for GPUs does this by default. Without it, a step copies the whole optimizer state before
     # updating it: the quickstart takes 43.4 MB instead of 39.1. With it, the update of 4 million
-    # parameters takes 6.6 ms instead of 11.2; whole steps of several sizes took 0.75 to 1.07 of
-    # the time.
+    # parameters takes 6.6 ms instead of 11.2; whole steps of several sizes took 0.75 to 1.07 times
+    # as long as without it.
     "xla_cpu_copy_insertion_use_region_analysis": True,
     # This pass removes barriers before fusion; `computed_once` needs them.
     "xla_disable_hlo_passes": "cse_barrier_expander",
@@ -46,7 +46,7 @@ def _on_cpus() -> bool:
 def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
     """``rows.sum(axis)`` by pairwise summation; XLA's CPU reduction over rows is 100 times slower.
 
-    Adding 64 rows one by one took ten times as long.
+    Adding 64 rows one by one took ten times as long as pairwise.
     """
     count = rows.shape[axis]
     middle = count // 2
@@ -143,7 +143,7 @@ def _spread(gradient, axis: int, stride: int) -> int:
 
 def _plain(x, kernel, padding, strides=(1, 1), lhs_dilation=(1, 1), rhs_dilation=(1, 1)):
     if x.shape[1] < kernel.shape[0] or x.shape[2] < kernel.shape[1]:
-        # With a kernel larger than the image XLA is 100 times slower, unless the image is padded.
+        # With a kernel larger than the image, XLA is 100 times slower, unless the image is padded.
         within = [(*sides, step - 1) for sides, step in zip(padding, lhs_dilation, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *within, (0, 0, 0)])
         x = lax.optimization_barrier(x)  # else XLA folds the padding into the convolution

@@ -24,10 +24,10 @@ def swap_is_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
 def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> jax.Array:
     """The result of ``ppermute`` for devices in pairs, bit for bit, computed as sums over pairs.
 
-    In gloo a device cannot request a message from its partner while it sends one: the request waits
-    behind the message on the same connection. The two messages of a permute therefore travel one
-    after the other, at half the bandwidth of the link (1330 ms for 16 MB at 200 Mbit/s). A sum over
-    two devices is sent in chunks, both ways at once (675 ms). It is a sum of unsigned 32-bit
+    In gloo, a device cannot request a message from its partner while it sends one: the request
+    waits behind the message on the same connection. The two messages of a permute therefore travel
+    one after the other, at half the bandwidth of the link (1330 ms for 16 MB at 200 Mbit/s). A sum
+    over two devices is sent in chunks, both ways at once (675 ms). It is a sum of unsigned 32-bit
     integers, so subtracting the device's own bits is exact.
     """
     bits = _words(x)

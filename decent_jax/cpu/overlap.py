@@ -177,8 +177,8 @@ class Program(NamedTuple):
             look("compute", (local, results))
             return local, results
 
-        # The main thread starts all programs that communicate: XLA executes the programs of one
-        # thread in order, so each meets its counterpart in the other processes.
+        # The main thread starts all programs that communicate. XLA executes the programs of one
+        # thread in order, so each runs at the same time as its counterpart in other processes.
         coming = self.compute.begin(run, local, batch if self.parts.several else (batch,))
         message = self.send(outgoing)
         look("message", message)

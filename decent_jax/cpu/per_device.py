@@ -71,8 +71,8 @@ class PerDevice(NamedTuple):
         """Start ``run(program, *shards)`` per device; returns a function that awaits the results.
 
         Args:
-          run: takes the device's program, ``program(*trees, t)``, and its parts of the trees.
-          trees: stacked; donated trees may not be used afterwards.
+          run: function of the device's program, ``program(*trees, t)``, and its parts of the trees.
+          trees: trees of stacked arrays; donated ones may not be used afterwards.
         """
 
         def of_device(k, shards):
@@ -88,7 +88,7 @@ class PerDevice(NamedTuple):
                 shape, self.placement.stacked, list(parts)
             )
 
-        # Take all shards before any is donated: after that, an array gives out no others.
+        # Take all shards before any is donated; after that, the others cannot be taken.
         parts = [
             (k, jax.tree.map(lambda x, k=k: x.addressable_data(k), trees))
             for k in range(len(self.programs))

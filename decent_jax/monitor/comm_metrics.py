@@ -17,8 +17,8 @@ class Times(NamedTuple):
     """Seconds of the two concurrent parts of one step.
 
     gradient_s: of the forward and backward pass, or of all steps that a delayed message overlaps.
-    message_s: until the messages of the other processes have arrived and are mixed; this includes
-        waiting for stragglers.
+    message_s: until the messages of the other processes have arrived and are mixed, including the
+        wait for stragglers.
     """
 
     gradient_s: float

@@ -1,7 +1,7 @@
 """Goodput: the clock of a run, the file that survives a kill, and peak FLOP/s of devices.
 
 *Goodput* is the fraction of wall-clock time, over all sessions of a run, spent on steps that were
-not rolled back; *model FLOPs utilization* (mfu) relates their speed to the devices' peak.
+not rolled back. *Model FLOPs utilization* (mfu) relates the speed of steps to the devices' peak.
 
 >>> from decent_jax.monitor.goodput_file import describe
 >>> now = 0.0
@@ -231,7 +231,7 @@ class Idle:
         self._thread = threading.Thread(target=self._wait, name="idle devices", daemon=True)
 
     def begin(self, result: object) -> None:
-        """Note that a step has been dispatched, which computes the array ``result``."""
+        """Note the dispatch of a step that computes the array ``result``."""
         self._begun += 1
         self._results.put(result)
 
@@ -297,7 +297,7 @@ PEAKS = (
     ("TPU v6 lite", 918.0),
     ("TPU7x", 1153.5),
 )
-_PARTS = {"MIG", "Laptop", "D"}  # marks of GPUs below the peak of the rest of their name
+_PARTS = {"MIG", "Laptop", "D"}  # words in the names of GPUs slower than `PEAKS` would suggest
 
 
 def peak(devices: Iterable[jax.Device]) -> float | None:

@@ -41,7 +41,7 @@ def read(path: Path) -> Record | None:
 
 
 def shares(spent: Mapping[str, float]) -> dict[str, float]:
-    """Fractions of wall-clock time: ``goodput`` for "steps", ``goodput/CAUSE`` for the rest."""
+    """Fractions of wall-clock time: ``goodput`` for "steps", ``goodput/CAUSE`` for each cause."""
     total = max(sum(spent.values()), 1e-9)
     others = {f"goodput/{cause}": round(spent[cause] / total, 6) for cause in CAUSES}
     return {"goodput": round(spent["steps"] / total, 6)} | others

@@ -38,17 +38,17 @@ class MetricWriter:
     A row has reached the operating system when `write` returns, so a killed process loses nothing;
     a second `write` of the same step is merged into its row. `close` also syncs the file to disk.
 
-    When the file exists (a resumed run), a torn last line and the rows past `start_step` are
-    dropped first: the run is about to write those steps again.
+    If the file exists, as in a resumed run, a torn last line and the rows past `start_step` are
+    dropped first, because the run will write those steps again.
 
-    Not-a-number and the infinities are written as the strings "NaN", "Infinity" and "-Infinity",
-    so that every line is strict JSON; `read_metrics` turns them back into floats.
+    NaN and the infinities are written as the strings "NaN", "Infinity" and "-Infinity", so that
+    every line is strict JSON; `read_metrics` turns them back into floats.
 
     Args:
-      workdir: the run directory; created if it is missing.
-      trackers: also receive every row.
+      workdir: the run directory, created if it is missing.
+      trackers: the trackers that also receive every row, or None.
       start_step: the step after which the run continues, see above.
-      quiet: whether to write nothing at all, as in every process but the first.
+      quiet: whether to write nothing, as in every process but the first.
 
     Raises:
       ValueError: the file is damaged.

@@ -35,7 +35,7 @@ class RunState:
         recorded.
     incidents: (seconds since the epoch, sentence), the oldest first.
     owner: the current or last owner: ``"process 7 on myhost"``; "" if unknown.
-    runs: whether it runs; None: it is on another host, so only `seen` can tell.
+    runs: whether it runs; None: unknown, for example because it is on another host.
     seen: the last sign of life, in seconds since the epoch.
     saved: the step of the newest checkpoint; None: there is none.
     peers: the facts about each peer by rank, see `_peers`.
@@ -88,7 +88,7 @@ class RunState:
 
     @property
     def word(self) -> str:
-        """Its state: starting, running, ended, interrupted, stopped or silent."""
+        """The state in one word: starting, running, ended, interrupted, stopped or silent."""
         if self.runs or (self.runs is None and time.time() - self.seen < _SILENT_S):
             return "running" if self.rows else "starting"
         if self.summary.get("steps", -1) >= self.step:  # otherwise it is from an earlier session
@@ -189,7 +189,7 @@ def _spent(summary: Json) -> dict[str, float] | None:
 
 
 def _owner(path: Path) -> tuple[str, bool | None]:
-    """The last owner of the lock, and whether it still holds it; None: unknown."""
+    """The last owner of the lock, and whether that process still holds it; None: unknown."""
     try:
         owner, inode = read_text(path / LOCK).strip(), (path / LOCK).stat().st_ino
     except (OSError, ValueError):

@@ -92,7 +92,7 @@ class Trackers:
     Args:
       makes: tracker classes by name.
       workdir, start_step: their arguments.
-      say: called with a message about each tracker that fails, which is then dropped.
+      say: callback for a message about each tracker that fails, which is then dropped.
     """
 
     def __init__(

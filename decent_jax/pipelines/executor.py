@@ -71,7 +71,7 @@ class Channel:
     """Sends messages to one stage, in order; a thread waits for the device and the network.
 
     Args:
-      address: where the stage listens; the first message opens the connection.
+      address: address at which the stage listens; the first message opens the connection.
       secret: shared by the workers of the run.
     """
 
@@ -111,7 +111,7 @@ class Span(NamedTuple):
     losses: list[np.ndarray]  # per step
     norms: list[np.ndarray]  # per step, of the gradient over all stages
     skipped: np.ndarray  # see `Stage.skipped`
-    failing: np.ndarray  # likewise
+    failing: np.ndarray  # see `Stage.skipped`
     distance: np.ndarray | None  # see `Stage.consensus`; None if not requested
     waited: float  # seconds spent waiting for batches
     seconds: dict[str, float]  # of the last timed gradient; see `StageExecutor`
@@ -131,7 +131,7 @@ class StageExecutor:
     Args:
       stage: its programs and state.
       mailbox: messages from other stages.
-      send: sends a message to another stage.
+      send: function that sends a message to another stage.
       batches: tokens of this process's rows for each step, if the stage reads them; see
         `open_batches`.
     """
@@ -226,7 +226,7 @@ class StageExecutor:
     def _exchange(self, own: PyTree, t: int) -> PyTree:
         """Exchange losses and sums of squares between stages; returns losses and gradient norms.
 
-        All stages of a replica must clip, accept or reject the update alike.
+        All stages of a replica must clip by the same norm, and accept or reject the same update.
         """
         own = jax.tree.map(np.asarray, own)
         parts = {self.part.stage: own}

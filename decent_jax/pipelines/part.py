@@ -1,4 +1,4 @@
-"""What makes up a stage: its part of the model, its placement, its method."""
+"""The components of a stage: its part of the model, its placement, its method."""
 
 import math
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ class Part(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The number of its first block."""
+        """The index of the stage's first block."""
         return sum(self.counts[: self.stage])
 
     @property
     def stop(self) -> int:
-        """The number of its last block, plus 1."""
+        """The index of the stage's last block, plus 1."""
         return self.start + self.counts[self.stage]
 
     @property
@@ -69,7 +69,7 @@ class Part(NamedTuple):
         return {name: params[name] for name in params if not (self.borrows and name == TABLE)}
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """The stage's initial parameters and model state; under `jax.jit` no others are drawn."""
+        """The stage's initial parameters and model state; `jax.jit` removes all other draws."""
         params, model_state = self.task.init(key)
         return self.of_whole(params), model_state
 

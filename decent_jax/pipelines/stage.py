@@ -30,14 +30,14 @@ from decent_jax.topology import Schedule
 from decent_jax.train import step as step_lib
 from decent_jax.train import xla
 
-_MESSAGES = 2**30  # keys for their stochastic rounding, distinct from those for dropout
+_MESSAGES = 2**30  # offset of the keys for rounding messages, which differ from those for dropout
 
 
 class Stage:
     """One stage of the replicas of this process.
 
     One thread starts all programs in which replicas communicate, in the same order in all
-    processes of a stage; on a CPU, they block that thread while another one computes.
+    processes of a stage. On a CPU, these programs block the thread, while another thread computes.
 
     Attributes:
       state: a `TrainState` of this stage's parameters, (n, ...) over all replicas.

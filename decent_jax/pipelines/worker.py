@@ -88,7 +88,7 @@ def open_run(
 
 
 def needs_of(experiment: Experiment, counts: list[int]) -> list[int]:
-    """Bytes of the state of each stage of a replica in host memory; on GPUs 0."""
+    """Bytes of the state of each stage of a replica in host memory; 0 on GPUs."""
 
     def need(stage: int) -> int:
         part = Part(experiment.task, stage, counts)
@@ -117,7 +117,7 @@ def open_stage(worker: WorkerSpec, data: dict[str, str]) -> Stage:
 
 
 def join(coordinator: str, count: int, index: int, exchange_s: int, **options: Any) -> None:
-    """Connect jax to the processes of other actors, as number ``index``; on CPUs over gloo."""
+    """Connect jax to the processes of other actors, as process ``index``; on CPUs over gloo."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     limit_exchanges(exchange_s)
     jax.distributed.initialize(

@@ -18,7 +18,7 @@ from decent_jax.pipelines.worker import Worker, WorkerSpec
 from decent_jax.plan.plan_file import Plan
 
 _LOOK_S = 0.5
-_NOTICED_S = 2.0  # until Ray knows of a dead actor
+_NOTICED_S = 2.0  # for Ray to notice that an actor is dead
 _THREADS = 4  # of an actor: heartbeats, training, writing
 
 
@@ -35,7 +35,7 @@ class Workers:
       nodes: the machine of each worker; None: Ray chooses.
       actors: starts the actors.
       kind: class of the actors.
-      clock: has ``monotonic()`` and ``sleep(seconds)``.
+      clock: object with ``monotonic()`` and ``sleep(seconds)``.
       needs: bytes of the arrays of each stage, see `decent_jax.actors.ray_cluster.check_memory`.
     """
 
@@ -71,7 +71,8 @@ class Workers:
             )
             for worker, node in zip(self.specs, nodes, strict=True)
         ]
-        # When each worker was asked, and the timeout that applies, which at first is for its start.
+        # Per worker: its pending heartbeat, the time of the request, and the timeout that applies;
+        # at first, that is the timeout of its start.
         self._beats: list[tuple[Call, float, str]] = [
             (actor.call("beat"), clock.monotonic(), "timeout_s") for actor in self._started
         ]
@@ -153,7 +154,10 @@ class Workers:
         raise TrainingFailed(f"{worker.name} {error}; {self._advice(worker)}") from None
 
     def _dead(self) -> WorkerSpec | None:
-        """The worker that was killed: others fail in an exchange with it before Ray notices."""
+        """The worker that was killed, or None.
+
+        Other workers fail in an exchange with it before Ray notices its death.
+        """
         ends = self._clock.monotonic() + _NOTICED_S
         while self._clock.monotonic() < ends:
             for worker, actor in zip(self.specs, self._started, strict=True):
@@ -182,8 +186,8 @@ def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | No
     """The machine of each worker, replica by replica; None: Ray chooses.
 
     Args:
-      plan: its device ``host/k`` is on the Ray node whose name (``ray start --node-name``) or host
-        name is ``host``; None: no plan.
+      plan: the plan, whose device ``host/k`` is on the Ray node with the name
+        (``ray start --node-name``) or the host name ``host``; or None.
       there: the machines of the cluster.
       count: number of workers.
 
