@@ -15,7 +15,7 @@ _ROOMS = [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a package at its first use: ``import decent_jax; decent_jax.topology``.
+    """Imports a package at its first use, as in ``import decent_jax; decent_jax.topology``.
 
     ``decent_jax.run`` is `decent_jax.train.run`.
     """

@@ -1,7 +1,7 @@
 """The stacked state: every leaf has a leading replica dimension, sharded over the mesh.
 
 `Placement` maps replicas to devices and runs per-replica code there. The other functions work on
-the whole stack (its mean, the distance from the mean, another number of replicas). They are plain
+the whole stack (its mean, the distance from the mean, a change of its size). They are plain
 functions of arrays: call them with or without `jax.jit`, on sharded arrays too.
 """
 
@@ -156,14 +156,14 @@ class Placement:
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names={"replica"},
-            check_vma=False,  # as blocks and means of groups need
+            check_vma=False,  # blocks and means of groups need this
         )
 
     def per_replica(self, fn: Code) -> Code:
         """Code for one replica, applied to (block, ...) arguments inside `on_devices`.
 
-        It is `jax.vmap` even for a block of one: XLA's CPU compiler updates arrays in place if they
-        keep their dimensions, but copies those that lose one and regain it.
+        It is `jax.vmap` even for a block of one, because XLA's CPU compiler updates arrays in place
+        if they keep their dimensions, but copies those that lose one and regain it.
         """
         return jax.vmap(fn, axis_name="block" if self.block > 1 else None)
 
@@ -235,7 +235,8 @@ def create(init: Code, num_replicas: int, key: jax.Array, *, identical: bool = T
       init: a function from a PRNG key to a pytree.
       num_replicas: n, the size of the leading dimension.
       key: a PRNG key.
-      identical: False gives replica i ``init(jax.random.split(key, n)[i])``.
+      identical: True: all are ``init(key)``; False: replica i is ``init(split(key, n)[i])``, with
+        `jax.random.split`.
     """
     if identical:
         return broadcast(init(key), num_replicas)
@@ -260,7 +261,7 @@ def _as_row(x: jax.Array) -> jax.Array:
 
 
 def _arrays(tree: PyTree) -> PyTree:
-    """The tree with numbers as arrays; TypeError, naming the leaf, for anything else."""
+    """The tree with numbers as arrays; raises TypeError, which names the leaf, for other types."""
 
     def array(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
         if isinstance(x, _ARRAYS):
@@ -307,8 +308,8 @@ def consensus_mean(
       stacked: arrays (n, ...).
       weights: (n,) weight of each replica, see `decent_jax.optim.consensus_weights`; None: equal
         weights.
-      counts: (n,) bool, which replicas count; None: the finite ones. For an optimizer state pass
-        ``finite(params)``: a replica is lost if its parameters are not finite.
+      counts: (n,) bool, which replicas count; None: the finite ones. For an optimizer state, pass
+        ``finite(params)``, because the parameters decide whether a replica is lost.
     """
     ok = _sound(stacked) if counts is None else counts
 
@@ -328,7 +329,7 @@ def _sound(stacked: PyTree) -> jax.Array:
 
 
 def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """The mean of the ``ok`` rows, in float32 at least; of integers, the largest."""
+    """The mean of the ``ok`` rows, in at least float32; the maximum of integers."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x[0]
     if not jnp.issubdtype(x.dtype, jnp.inexact):

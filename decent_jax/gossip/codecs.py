@@ -2,7 +2,7 @@
 
 A codec sees one array of one replica at a time. The sender turns it into parts with
 `Codec.encode`; the receiver calls `Codec.decode` on them. The sender also decodes its own parts and
-thus knows exactly what others hold. `decent_jax.gossip.mix` and `decent_jax.peers` mix
+therefore knows exactly what the receivers hold. `decent_jax.gossip.mix` and `decent_jax.peers` mix
 *differences* of decoded arrays, so the mean is preserved whatever a format loses.
 
 | codec | sent for N numbers | error |
@@ -10,7 +10,7 @@ thus knows exactly what others hold. `decent_jax.gossip.mix` and `decent_jax.pee
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
 | `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
 | `Int4` | N / 2 bytes + 4 per row | unbiased, below 1/6.9 of the row's largest |
-| `Lattice` | N or 2 N bytes + 8 | at most ``side / 2``; NaN where the receiver is too far away |
+| `Lattice` | N or 2 N bytes + 8 | at most ``side / 2``; NaN if the receiver is too far away |
 
 `decent_jax.gossip.sparse` has codecs that send only some of the numbers.
 
@@ -78,7 +78,7 @@ def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(Codec):
-    """Rounds to bfloat16 and sends its bits as uint16: XLA on CPUs sends bfloat16 as float32."""
+    """bfloat16, sent as its bits in uint16, because XLA on CPUs sends bfloat16 as float32."""
 
     def encode(self, x: Array, noise: Array = None) -> Parts:
         return (x.astype(jnp.bfloat16).view(np.uint16),)
@@ -134,21 +134,22 @@ class Int4(Int8):
         return super().decode((codes.reshape(like.shape), scale), like)
 
 
-# The reach y of a lattice adapts: an average sets it to the larger of 0.97 y and twice the largest
-# difference, and a message that the partner could not decode sets it to 4 y. It grows much faster
-# than it shrinks, because one of many partners may be far away.
+# The reach y of a lattice adapts. An average sets it to the larger of 0.97 y and twice the largest
+# difference; a message that the partner could not decode sets it to 4 y. It grows much faster than
+# it shrinks, because one of many partners may be far away.
 FIRST_DISTANCE, GROW, SHRINK, SLACK = 1e-3, 4.0, 0.97, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Lattice(Codec):
-    """Sends numbers relative to the receiver's own; errors are up to ``side / 2`` at any magnitude.
+    """Numbers sent relative to the receiver's own, with errors up to ``side / 2`` at any magnitude.
 
     The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
     ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which is
     correct if ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
-    lattice). Otherwise a checksum of the unsent quotients by q reveals the error, and the receiver
-    decodes NaN: a single wrong quotient is always detected; several cancel with probability 2^-31.
+    lattice). Otherwise a checksum of the quotients by q, which are not sent, reveals the error, and
+    the receiver decodes NaN. A single wrong quotient is always detected; several escape detection
+    with probability 2^-31.
 
     Args:
       bits: bits per number, 1 to 16; a number takes one byte, or two if it has more than 8 bits.
@@ -231,11 +232,11 @@ def _namespace(x: Array) -> ModuleType:
 
 
 def _by_rows(x: Array, largest: int) -> tuple[Array, Array]:
-    """``(x / scale, scale)``, float32 or wider: no number of the first is above ``largest``."""
+    """``(x / scale, scale)`` in float32 or wider; no magnitude of the first exceeds ``largest``."""
     xp = _namespace(x)
     most = xp.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else xp.abs(x)
     scale = _eight_bits((1 + 2**-8) / largest * most.astype(np.float32))
-    # In bfloat16, 100 plus noise below 1 would be rounded to a multiple of 1/2, and so often up.
+    # In bfloat16, 100 plus noise below 1 would be rounded to a multiple of 1/2, often up.
     wide = xp.promote_types(x.dtype, np.float32)
     return x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide), scale
 
@@ -250,10 +251,10 @@ def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """float32 numbers in [0, 1): a hash of their positions, mixed with the key.
 
     Stochastic rounding needs no more than that. `jax.random.uniform` took 50 ms for 4M numbers on
-    one CPU core, 20 times as long as the rest of the encoding; this takes 1 ms. The words of the
-    key are used directly as the seed: XLA for CPUs would take longer to compile one draw per array
-    than everything else. The hash is murmur3's finalizer of multiples of the golden ratio, as in
-    SplitMix (Steele et al. 2014).
+    one CPU core, 20 times as long as the rest of the encoding; this hash takes 1 ms. The words of
+    the key are used directly as the seed, because XLA for CPUs would take longer to compile one
+    draw per array than to compile everything else. The hash is murmur3's finalizer of multiples of
+    the golden ratio, as in SplitMix (Steele et al. 2014).
     """
     words = jax.random.key_data(key)
     a = jax.lax.iota(jnp.uint32, math.prod(shape)) * np.uint32(0x9E3779B9) + words[0]
@@ -271,7 +272,7 @@ def _eight_bits(x: Array) -> Array:
 
 
 def _checksum(quotients: Array) -> Array:
-    """() uint32 that wraps: integers times odd multipliers, a hash of their positions (murmur3)."""
+    """() uint32: the sum modulo 2^32 of the integers times odd hashes (murmur3) of their places."""
     xp = _namespace(quotients)
     a = xp.arange(quotients.size, dtype=np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -29,8 +29,8 @@ def means(
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """The mean of (block, ...) over each replica's group of g, and which rows are then finite.
 
-    finite: (block,) bool, or None. A finite replica keeps the weight of non-finite members itself;
-      a non-finite one takes the mean of the finite members, or NaN if there are none.
+    finite: (block,) bool, or None. A finite replica adds the weight of non-finite members to its
+      own; a non-finite one takes the mean of the finite members, or NaN if there are none.
     """
 
     def mean(x: jax.Array) -> jax.Array:
@@ -55,13 +55,14 @@ def mix(
 ) -> list[jax.Array]:
     """Mixes by a round in which groups average inside, then mix their means: one message per group.
 
-    All members of a group hold its mean, so each of the c devices of a group needs to move only
-    1/c of it: reduce-scatter inside the group, permutes of the parts between groups,
-    all-gather inside. A group sends one model per message to other devices, not group_size models.
+    All members of a group hold its mean, so each of the c devices of a group needs to move only 1/c
+    of it. The steps are a reduce-scatter inside the group, permutes of the parts between groups and
+    an all-gather inside. A group sends one model per message to other devices, not group_size
+    models.
 
     A **part** is one device's share of one group: the group's mean if the device holds whole groups
     (nothing is scattered then), otherwise 1/c of it, as a flat array. Parts mix with each other
-    like replicas, so the rest is as for permutations.
+    as replicas do, so the other steps are those of a round without groups.
 
     Args:
       leaves: one replica's arrays.
@@ -90,16 +91,17 @@ def mix(
             mixed = jnp.where(never, jnp.zeros_like(mixed), mixed)
         return groups.given_back(mixed.astype(leaf.dtype), leaf.shape)
 
-    # XLA for TPUs combines the sums inside groups as it likes, and schedules the last of them, with
-    # all messages that wait for it, only after the gradient. A single sum it schedules before.
+    # XLA for TPUs combines the sums inside groups by its own rules. It schedules the last of
+    # several sums, and all messages that wait for it, only after the gradient, but a single sum
+    # before it.
     small = math.inf if permute.on_tpus() else permute.SMALL
     return permute.together(mix_leaf, leaves, axis, small=small)
 
 
 def _never(after: PyTree) -> jax.Array:
-    """() bool, always False, but unknown until ``after`` is: whether a squared norm is negative.
+    """() bool, always False, but unknown before ``after``: whether a squared norm is negative.
 
-    XLA must not see that it is constant, and the norms of gradients are needed anyway. XLA on GPUs
+    XLA must not see that it is constant; the norms of gradients are needed anyway. XLA on GPUs
     starts a collective as soon as its operands are known. Without this flag, the all-gather inside
     groups would occupy the stream and wait for the permutes before the gradient is computed.
     """
@@ -139,7 +141,7 @@ def coded_means(
 
     Args:
       leaves: one replica's arrays.
-      g: members of a group, consecutive replicas.
+      g: the number of members of a group, which are consecutive replicas.
       axis: the replica axis.
       codec: encodes each row separately; None sends numbers uncompressed.
       key: the same on all replicas, different in every step; None rounds to nearest, with a bias.
@@ -275,9 +277,9 @@ class Groups:
         """Sends chunks (block, size, ...) to their owners: (parts, size, chunks owned here, ...).
 
         The k-th member of a group owns the k-th chunk of each member; the result's second axis
-        counts the senders. The chunks travel by permutes over 1 to devices - 1 places: jax supports
-        these for groups under `jax.vmap`, and XLA hides them, while it would block on an all-to-all
-        (jaxlib 0.12, next to a loop). With ``between``, nothing uses the chunks before these arrays
+        counts the senders. The chunks travel by permutes over 1 to devices - 1 places, which jax
+        supports for groups under `jax.vmap`. XLA hides permutes behind a loop, but would block on
+        an all-to-all (jaxlib 0.12). With ``between``, nothing uses the chunks before these arrays
         exist; otherwise XLA could wait for the chunks before a loop.
         """
         here, c = min(self.size, self.axis.block), self.devices

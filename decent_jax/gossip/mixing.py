@@ -54,10 +54,10 @@ RoundId = int | Simulated | None
 class Between(NamedTuple):
     """Arrays for which the second stage of a group mean waits.
 
-    They may be, for example, the parameters after half of the steps that a message overlaps. Chunks
-    travel to their owners first, and means travel back later. XLA hides each stage behind a loop of
-    steps, but not a mean in one piece (jaxlib 0.12). If groups send to each other, the last phase
-    waits.
+    They are, for example, the parameters after half of the steps that a message overlaps. Chunks
+    then travel to their owners in the first half, and means travel back in the second. XLA hides
+    each stage behind a loop of steps, but cannot hide a mean that is a single collective (jaxlib
+    0.12). If groups send to each other, the last phase waits instead.
     """
 
     arrays: PyTree
@@ -171,7 +171,7 @@ def mix(
 
 
 def mixable(tree: PyTree) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], PyTree]]:
-    """The arrays of a tree that are mixed, and a function that puts the results in their places.
+    """The arrays of a tree that are mixed, and a function that puts the results back in place.
 
     Empty arrays are left out and do not change.
 
@@ -208,8 +208,8 @@ def on_mesh(
       fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
         Keyword arguments, such as a static ``round``, are passed through unchanged.
       mesh: its axes in ``axis_name`` shard the first dimension of all arguments and results.
-      axis_name: as in `mix`, and as ``fn`` passes it there. A name that is not a mesh axis names
-        the vmapped axis, which counts the replicas on a device.
+      axis_name: as in `mix`, to which ``fn`` must pass the same name. A name that is not a mesh axis
+        is the name of the vmapped axis, which counts the replicas on a device.
 
     Raises:
       ValueError: a device holds several replicas, and ``axis_name`` names no vmapped axis.

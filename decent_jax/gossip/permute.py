@@ -74,7 +74,7 @@ class ReplicaAxis:
         return ReplicaAxis(on_mesh, block, devices, rows)
 
     def lift(self, x: jax.Array) -> jax.Array:
-        """This device's rows (block, ...); under vmap the batched array itself: nothing is sent."""
+        """This device's rows (block, ...); nothing is sent. Under vmap it is the batched array."""
         if self.block_axis is None:
             return x[None]
         if self.checks_vma(x):  # jax 0.10-0.12: all_gather over vmap fails there
@@ -115,7 +115,7 @@ class ReplicaAxis:
 
     def checks_vma(self, x: jax.Array) -> bool:
         """Whether ``x`` is traced inside ``shard_map(check_vma=True)`` over the mesh axis."""
-        # `mat` is not documented (jax 0.10 to 0.12). Once a public function of jax tells over which
+        # `mat` is not documented (jax 0.10 to 0.12). Once a public function of jax shows over which
         # axes a traced array varies, or `all_gather` over a vmapped axis works there, use that.
         return not jax.typeof(x).mat.varying.isdisjoint(self.device_axis)
 
@@ -151,7 +151,7 @@ def clean(rows: jax.Array, finite: jax.Array | None) -> jax.Array:
 
 def at_least_float32(x: jax.Array) -> jnp.dtype:
     """The dtype in which to compute with ``x``: its own, or float32 if that is wider."""
-    small = x.dtype.itemsize == 1  # floats of 8 bits, which jax promotes to nothing
+    small = x.dtype.itemsize == 1  # 8-bit floats, which jax does not promote
     return jnp.dtype("float32") if small else jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -191,7 +191,7 @@ def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
     if d == 1:
         return _take(rows, np.where(send.sources < 0, np.arange(b), send.sources)[None], axis)
     received: list[jax.Array] = []
-    place = np.zeros((d, b + 1), int)  # where each row is among the received ones
+    place = np.zeros((d, b + 1), int)  # index of each row among the received rows
     for device_map, to_rows, from_rows in route(send.sources, d, b):
         taken = _take(rows, from_rows, axis)
         if any(source not in (-1, device) for device, source in enumerate(device_map)):
@@ -214,16 +214,16 @@ def together(
     leading: int = 0,
     small: float | None = None,
 ) -> list[jax.Array]:
-    """``move`` of each array, calling it once for all small arrays of a dtype.
+    """``move`` applied to each array, with one call for all small arrays of a dtype.
 
-    Over gloo, in processes with several devices, it is called once for all arrays of a dtype. The
+    Over gloo, in processes with several devices, one call moves all arrays of a dtype, because the
     devices of a process wait for each other before each collective, on cores that the gradient
     keeps busy, and nothing travels meanwhile. If processes have one device each, separate messages
     for large arrays are 5% faster.
 
     Args:
       move: a function that keeps shapes and dtypes.
-      arrays: with the same ``leading`` dimensions; small ones are flattened after these.
+      arrays: arrays with equal ``leading`` dimensions; small ones are flattened after these.
       axis: the replica axis. With one device nothing is sent, so nothing is packed.
       leading: number of dimensions that all arrays share.
       small: arrays of fewer bytes are small; None: `SMALL`.
@@ -379,7 +379,7 @@ def _by_shifts(table: np.ndarray) -> list[tuple[tuple[int, ...], np.ndarray, np.
 
 
 def _take(rows: jax.Array, which: np.ndarray, axis: ReplicaAxis) -> jax.Array:
-    """Each device's ``rows[which[device]]``, as slices if they are few: a gather costs more."""
+    """Each device's ``rows[which[device]]``, as slices if few, because a gather costs more."""
     if (which != which[0]).any():
         return rows[jnp.asarray(which)[jax.lax.axis_index(axis.device_axis)]]
     order = which[0]

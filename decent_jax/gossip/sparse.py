@@ -21,7 +21,7 @@ from decent_jax.gossip.permute import pad
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """Sends the largest numbers, a share ``fraction`` (at least one), as values and indices."""
+    """The largest numbers, a share ``fraction`` (at least one), sent as values and indices."""
 
     fraction: float
 
@@ -37,12 +37,13 @@ class TopK(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """Sends the largest numbers of each chunk, a share ``density`` (at least one), in 2 bits each.
+    """The largest numbers of each chunk, a share ``density`` (at least one), sent in 2 bits each.
 
     An array is cut into chunks of ``chunk`` numbers (a single chunk if it is smaller; the last one
     is zero-padded). The 2 bits are a number's sign, and whether its magnitude is at least the mean
-    of those sent from its chunk. Receivers decode the number as the mean of its half; each chunk
-    sends both means as bfloat16. The decoded array is always closer to x than zero is.
+    of those sent from its chunk. Receivers decode a magnitude as the mean over those on the same
+    side; each chunk also sends indices, and both means as bfloat16. The decoded array is always
+    closer to x than zero is.
 
     The defaults are SparseLoCo's (Sarfi et al. 2025), 64 of 4096: 116 bytes instead of 16,384.
     """

@@ -1,8 +1,8 @@
 """The named schedules: rings, exponential graphs, grids, Base-(k+1), and random ones.
 
-Every round is compiled, so a random schedule is a cycle like any other: its rounds are drawn once,
-from a seed, when the schedule is built. The stream of NumPy's `RandomState` never changes, so a
-seed gives the same schedule in every process, on every machine and after a resume. Rounds that do
+Every round is compiled separately, so a random schedule is also a fixed cycle: its rounds are drawn
+once, from a seed, when the schedule is built. The stream of NumPy's `RandomState` never changes, so
+a seed gives the same schedule in every process, on every machine and after a resume. Rounds that do
 not connect all replicas over a period are drawn again.
 """
 
@@ -46,7 +46,7 @@ def static_exp(n: int) -> list[Round]:
 
 
 def _equal_shifts(n: int, shifts: Collection[int]) -> Round:
-    """Replica i averages with all replicas i - shift, with equal weights."""
+    """The round in which replica i averages with all replicas i - shift, with equal weights."""
     received = sum(np.roll(np.eye(n), shift, axis=0) for shift in shifts)
     return round_of((np.eye(n) + received) / (len(shifts) + 1))
 
@@ -63,8 +63,10 @@ def hypercube(n: int) -> list[Round]:
 
 
 def alternating_exp_ring(n: int, *, replicas_per_node: int) -> list[Round]:
-    """Two rounds for each i: all nodes average inside, then every second pair of nodes
-    (j, j XOR 2^i) averages across, so only half of the nodes use the network at a time.
+    """Averages inside every node, then across half of the pairs of nodes (j, j XOR 2^i).
+
+    Each i has two rounds, one for each half of the pairs, so only half of the nodes use the network
+    at a time.
     """
     nodes = n // replicas_per_node
     if replicas_per_node < 2 or n % replicas_per_node or nodes < 2 or nodes & (nodes - 1):
@@ -100,14 +102,14 @@ def torus(n: int, *, rows: int | None = None) -> list[Round]:
 
 
 def _lattice(n: int, rows: int | None, wraps: bool) -> Round:
-    """Replica i in row ``i // columns`` and column ``i % columns`` receives from its neighbours."""
+    """The round on a grid with replica i in row ``i // columns`` and column ``i % columns``."""
     if rows is None:  # as square as n allows; a prime n gives one line
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 1 or n % rows:
         raise ValueError(f"rows must divide the number of replicas, got {rows}")
     place = np.arange(n).reshape(rows, n // rows)
     neighbours = np.zeros((n, n), bool)
-    for line in (*place, *place.T):  # the last of a line has no successor unless it wraps
+    for line in (*place, *place.T):  # the end of a line has no successor unless it wraps
         here, there = (line, np.roll(line, -1)) if wraps else (line[:-1], line[1:])
         neighbours[here, there] = neighbours[there, here] = True
     return round_of(metropolis_hastings(neighbours))
@@ -120,14 +122,14 @@ def base_k(n: int, *, max_degree: int = 1) -> list[Round]:
     Topologies for Decentralized Learning via Finite-time Convergence" (NeurIPS 2023). Three
     constructions, each built from the previous one, all symmetric and doubly stochastic:
 
-    - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbers in mixed
-      radix with bases n_1, ..., n_L <= k+1, and round l averages those that differ only in
+    - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbered in
+      mixed radix with bases n_1, ..., n_L <= k+1, and round l averages those that differ only in
       digit l;
     - **simple Base-(k+1)**, for any n: the replicas are split by the digits of n in base k+1, n =
-      sum_l a_l (k+1)^p_l. Each part averages, then the parts in turn pass their means to the rest;
+      sum_l a_l (k+1)^p_l. Each part averages, then each in turn passes its mean to the later parts;
     - **Base-(k+1)**, n = p q, where p has the prime factors up to k+1 and q the larger ones: p
       parallel copies of the simple graph of q, then hyper-hypercubes of p across them; or the
-      simple graph of n where that takes fewer rounds.
+      simple graph of n if that takes fewer rounds.
     """
     if max_degree < 1:
         raise ValueError(f"max_degree must be at least 1, got {max_degree}")
@@ -144,7 +146,7 @@ def _base(n: int, k: int) -> list[np.ndarray]:
 
 
 def _hyper_hypercube(n: int, k: int) -> list[np.ndarray]:
-    """Round l averages the replicas that differ in digit l, the fastest digit first."""
+    """Round l averages the replicas that differ only in digit l, the fastest digit first."""
     rounds: list[np.ndarray] = []
     stride = 1
     for digit in _fewest_factors(n, k):
@@ -157,7 +159,7 @@ def _hyper_hypercube(n: int, k: int) -> list[np.ndarray]:
 def _simple(n: int, k: int) -> list[np.ndarray]:
     if _split_factors(n, k)[1] == 1:
         return _hyper_hypercube(n, k)
-    # One part per digit a of n, the highest first: (a, (k+1)^p), a sets of (k+1)^p replicas.
+    # One part per nonzero digit a of n, the highest first: a sets, its rows, of (k+1)^p replicas.
     parts: list[np.ndarray] = []
     first = 0
     for p in reversed(range(n.bit_length())):
@@ -173,7 +175,7 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
     for m in range(start + 1 + len(again[0])):
         matrix = np.eye(n)
         for index, part in enumerate(parts):
-            since = m - start - index  # the part passes its mean on at 0
+            since = m - start - index  # rounds since the part passed its mean on
             if m < len(inside[index]):
                 matrix[np.ix_(part.ravel(), part.ravel())] = inside[index][m]
             elif since == 0 and index < len(parts) - 1:
@@ -186,13 +188,13 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 
 
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
-    """Lets each replica after ``part`` average with one replica of each of its rows, the sets.
+    """Lets each replica after ``part`` average with one replica of each set, a row of ``part``.
 
     All replicas of the part hold its mean, and fewer replicas follow it than a set has members.
     ``remaining`` counts the replicas of the part and those after it. With the weight |part| /
-    (number of sets * remaining), the replicas after the part average to the mean of all
-    ``remaining`` ones, and so does each set, which then averages internally. Replicas without a
-    partner average among themselves, k+1 at a time.
+    (number of sets * remaining), the mean over the replicas after the part becomes the mean over
+    all ``remaining`` replicas. So does the mean over each set, which then averages internally.
+    Replicas without a partner average among themselves, k+1 at a time.
     """
     count, size = part.shape
     after = np.arange(int(part[-1, -1]) + 1, int(part[0, 0]) + remaining)
@@ -256,7 +258,7 @@ def random_matching(
 
 
 def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
-    """Column stochastic only: each replica sends to ``degree`` others."""
+    """The column-stochastic round in which each replica sends to ``degree`` random others."""
     if degree is None:
         # Every replica needs a sender: degree 2 up to 16 replicas, then about ln n.
         degree = min(max(2, math.ceil(math.log(n / 2.2))), n - 1)
@@ -329,7 +331,7 @@ def _random_state(seed: int) -> np.random.RandomState:
 
 
 def _connected(draw: Callable[[], list[Round]], hint: str) -> list[Round]:
-    """Draws rounds until they connect all replicas, `DRAWS` times at most (else ValueError)."""
+    """Draws rounds until they connect all replicas, at most `DRAWS` times (else ValueError)."""
     for _ in range(DRAWS):
         rounds = draw()
         if connected_parts([rnd.matrix for rnd in rounds]).max() == 0:

@@ -26,7 +26,7 @@ def make(
     |---|---|---|
     | ``complete`` | all replicas average | any |
     | ``ring`` | disjoint neighbouring pairs, alternating sides (Decent-DP's ring) | even |
-    | ``bidirectional_ring`` | both neighbours and oneself, 1/3 each | any |
+    | ``bidirectional_ring`` | i receives from i - 1 and i + 1, equal weights | any |
     | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
     | ``hypercube`` | i pairs with i XOR 2^r (Decent-DP's one-peer-exp) | 2^k |
     | ``alternating_exp_ring`` | each node, then half of the node pairs j, j XOR 2^i | 2^k nodes |
@@ -39,19 +39,19 @@ def make(
     | ``random_regular(degree=4, seed=0)`` | a random graph of equal degrees | n x degree even |
     | ``erdos_renyi(probability=..., seed=0)`` | a random graph of independent edges | any |
     | ``equi_dynamic(rounds=8, seed=0)`` | i receives from i - u, u random (Song 2022) | any |
-    | ``hierarchical(complete, one_peer_exp)`` | inner in each node, outer across | nodes |
+    | ``hierarchical(complete, one_peer_exp)`` | inner in each node, outer across | whole nodes |
     | ``periodic_average(one_peer_exp, every=8)`` | inner; every 8th round is complete | any |
     | ``random_out(degree=..., seed=0)`` | i sends to random others; for push-sum | any |
 
     Write parameters in the name or pass them as keywords: ``make("base_k(max_degree=2)", 7)`` is
-    ``make("base_k", 7, max_degree=2)``. `Schedule.name` contains them, so it builds the same
-    schedule again. With one replica, every name gives the identity.
+    ``make("base_k", 7, max_degree=2)``. `Schedule.name` contains them, so `make` builds the
+    same schedule from it. With one replica, every name gives the identity.
 
     - ``grid``, ``torus``, ``star``, ``random_regular`` and ``erdos_renyi`` are one round with
       Metropolis-Hastings weights. By default, ``rows`` is the largest divisor of n up to sqrt(n) (a
       prime n gives a line, or a ring), ``probability`` is 2 ln(n) / n, and the ``degree`` of
       ``random_out`` is 2 up to 16 replicas, then about ln(n / 2).
-    - Random schedules are drawn once, and a ``seed`` gives the same one on every machine.
+    - Random schedules are drawn once, and a ``seed`` gives the same schedule on every machine.
       ``random_matching`` and ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is
       compiled separately**: a step that compiles in a minute takes ``rounds`` minutes. On average a
       round multiplies the squared consensus distance by (n - 2) / (2 (n - 1)), or by 1/2 in
@@ -71,7 +71,7 @@ def make(
       p, so the number of local steps between averages is geometric with mean 1/p.
     - ``periodic_average(inner, every)`` is Gossip-PGA (Chen et al. 2021). Rounds that repeat are
       compiled once.
-    - The matrices of ``random_out`` are only column stochastic: for `decent_jax.optim.push_sum`.
+    - The matrices of ``random_out`` are only column stochastic; use `decent_jax.optim.push_sum`.
 
     Only ``alternating_exp_ring`` and ``hierarchical`` use ``replicas_per_node``; the replicas of a
     node are consecutive. To choose a schedule, see `Schedule.summary` and ``docs/topologies.md``.
@@ -124,7 +124,7 @@ def repeat(schedule: Schedule, times: int) -> Schedule:
     return dataclasses.replace(schedule, rounds=rounds)
 
 
-_ROUND_BYTES = 10_000  # memory of a round besides its matrix
+_ROUND_BYTES = 10_000  # memory of a round in addition to its matrix
 
 _COMPLETE, _ONE_PEER_EXP = Spec("complete"), Spec("one_peer_exp")
 

@@ -48,7 +48,7 @@ class Round:
 
     @property
     def degree(self) -> int:
-        """The largest number of other replicas whose parameters reach one replica."""
+        """The largest number of other replicas whose parameters reach a replica in this round."""
         off_diagonal = self.matrix - np.diag(np.diag(self.matrix))
         return int((off_diagonal > 0).sum(axis=1).max())
 
@@ -89,9 +89,10 @@ class Round:
     def models_sent_by_nodes(self, replicas_per_node: int = 1) -> float:
         """The data that the busiest node sends to other nodes in this round, in units of one model.
 
-        Node i holds the replicas from ``i * replicas_per_node`` on. A group mean is a
-        reduce-scatter and an all-gather in a ring over its g replicas in order: each replica sends
-        2 (g - 1) / g models. A message between groups (`between_groups`) is 1 / g models.
+        Node i holds ``replicas_per_node`` replicas, from number ``i * replicas_per_node`` on. A
+        group mean counts as a reduce-scatter and an all-gather in a ring over its g replicas in
+        order, in which each replica sends 2 (g - 1) / g models. A message between groups
+        (`between_groups`) is 1 / g models.
         """
         if replicas_per_node < 1:
             raise ValueError(f"replicas_per_node must be at least 1, got {replicas_per_node}")
@@ -144,7 +145,7 @@ def pairwise(sources: np.ndarray, group_size: int = 1) -> Round:
 
 
 def grouped(n: int, group_size: int, partner: np.ndarray | None = None) -> Round:
-    """The round that averages inside consecutive groups, then each with its partner (-1: none)."""
+    """The round that averages inside consecutive groups, then pairs of groups (-1: no partner)."""
     sender = np.full(n, -1) if partner is None else np.repeat(partner, group_size)
     sources = np.where(sender >= 0, sender * group_size + np.arange(n) % group_size, -1)
     if (sources < 0).all():
@@ -208,11 +209,12 @@ def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
 
 
 def kron(outer: Round, inner: Round) -> Round:
-    """Nodes mix with ``outer``, and replicas inside a node with ``inner``: ``outer (x) inner``.
+    """The round in which nodes mix with ``outer`` and replicas inside a node with ``inner``.
 
-    Replica l of the g replicas of node a is replica ``a * g + l``. Group means of ``inner`` remain
-    group means. Each pair of an outer and an inner term (a send, or the self-weights) is one
-    permutation, except the pair of self-weights: ``(d_outer + 1)(d_inner + 1) - 1`` in all.
+    Its matrix is ``outer (x) inner``; replica l of the g replicas of node a is replica
+    ``a * g + l``. Group means of ``inner`` remain group means. Each pair of an outer and an inner
+    term (a send, or the self-weights) is one permutation, except the pair of self-weights; this
+    makes ``(d_outer + 1)(d_inner + 1) - 1`` permutations.
     """
     matrix = np.kron(outer.matrix, inner.matrix)
     local = len(inner.matrix)
@@ -232,13 +234,13 @@ def kron(outer: Round, inner: Round) -> Round:
 
 
 def connected_parts(matrices: Sequence[np.ndarray]) -> np.ndarray:
-    """(n,) int labels, equal for replicas that reach each other, both ways, by positive weights."""
+    """(n,) int labels, equal for replicas that reach each other in both directions."""
     arrows = csr_array(np.sum(matrices, axis=0) > 0)
     return connected_components(arrows, directed=True, connection="strong")[1]
 
 
 def _both(nodes: Send, replicas: Send, local: int) -> Send:
-    """Sends from replica ``replicas.sources[l]`` of node ``nodes.sources[a]``, if neither is -1."""
+    """The send from replica ``replicas.sources[l]`` of node ``nodes.sources[a]`` (-1: none)."""
     weights = np.multiply.outer(nodes.weights, replicas.weights)
     sources = np.add.outer(nodes.sources * local, replicas.sources)
     return Send(np.where(weights > 0, sources, -1).ravel(), weights.ravel())

@@ -47,7 +47,7 @@ class Schedule:
         return any(rnd.group_size > 1 and rnd.sends for rnd in self.rounds)
 
     def degree(self, r: int) -> int:
-        """The largest number of replicas that send to one replica in round ``r``."""
+        """The largest number of other replicas whose parameters reach a replica in round ``r``."""
         return self.rounds[r].degree
 
     def round_at(self, step: int, mix_every: int = 1) -> int | None:
@@ -127,14 +127,14 @@ class Schedule:
         entries move from more than 1e-6 to within 1e-12 of 1/n.
         """
         n = self.num_replicas
-        # If any T consecutive rounds (T the period) average exactly, so do 2 T from any start. If
-        # none do, powers of the period still may: those of a de Bruijn graph do after log2 n.
+        # If some T consecutive rounds (T: the period) average exactly, so do any 2 T rounds. If
+        # none do, a power of the period's matrix may: with a de Bruijn graph, the log2 n-th.
         most = self.period * max(2, n.bit_length())
         for k, product in enumerate(itertools.islice(self._products(), most + 1)):
             left = np.abs(product - 1 / n).max()
             if left < 1e-12:
                 return k
-            if left < 1e-6:  # close but not exact: a contraction, which never ends
+            if left < 1e-6:  # a contraction, which never becomes exact
                 return None
         return None
 
@@ -180,7 +180,7 @@ class Schedule:
         from -1e-9 to 0 count as 0. (For `decent_jax.optim.push_sum`, whose rows need not sum to 1,
         pass a builder of rounds to `decent_jax.topology.register`.)
 
-        Each matrix is sent as d permutations, where d is its largest in- or out-degree (König).
+        A round is sent as d permutations, where d is its largest in- or out-degree (König).
 
         Raises:
           ValueError: a matrix is not a mixing matrix, or consensus is never reached.

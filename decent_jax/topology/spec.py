@@ -30,7 +30,7 @@ Value = Union[int, float, "Spec"]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A schedule's name and its arguments, pairs (parameter, or None if positional; value)."""
+    """A schedule's name and its arguments as pairs: the parameter (None: positional), the value."""
 
     name: str
     arguments: tuple[tuple[str | None, Value], ...] = ()
@@ -57,7 +57,7 @@ def parse(text: str) -> Spec:
             f"schedule {shown(text)} has {len(text)} characters; write at most {_LONGEST}"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the parser warns of texts such as "1and"
+        with warnings.catch_warnings(action="ignore"):  # the parser warns about texts like "1and"
             return _spec(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(
