@@ -208,8 +208,8 @@ def on_mesh(
       fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
         Keyword arguments, such as a static ``round``, are passed through unchanged.
       mesh: its axes in ``axis_name`` shard the first dimension of all arguments and results.
-      axis_name: as in `mix`, to which ``fn`` must pass the same name. A name that is not a mesh axis
-        is the name of the vmapped axis, which counts the replicas on a device.
+      axis_name: as in `mix`, to which ``fn`` must pass the same. A name that is not a mesh axis is
+        that of the vmapped axis, which counts the replicas on a device.
 
     Raises:
       ValueError: a device holds several replicas, and ``axis_name`` names no vmapped axis.

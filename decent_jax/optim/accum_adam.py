@@ -16,7 +16,7 @@ from decent_jax.optim import validation
 class ScaleByAccumAdamState(NamedTuple):
     """State of `scale_by_accum_adam`; ``mu``, ``nu`` and ``window`` are shaped like the params.
 
-    They are at least float32: in bfloat16, b2 = 0.999 is 1, and v would never decay.
+    They are at least float32, because in bfloat16 b2 = 0.999 would be 1 and v would never decay.
     """
 
     # shape=(), dtype=int32: steps taken
@@ -138,7 +138,7 @@ def accum_adamw(
       learning_rate: a float or an optax schedule of the step (not of the window).
       b1, b2, eps, accum_steps: see `scale_by_accum_adam`.
       weight_decay: ``lambda``.
-      mask: a pytree of bools or a callable from parameters to one; True decays.
+      mask: a pytree of bools, True where the decay applies, or a callable from parameters to one.
 
     Returns:
       The transformation. Under `optax.inject_hyperparams` a callable mask must be static
@@ -209,7 +209,7 @@ def moment(decay: float | jax.Array, old: PyTree, value: PyTree, order: int) -> 
 
 
 def bias_correction(decay: float | jax.Array, count: jax.Array) -> jax.Array:
-    """``1 - decay ** count``; a float32 power would lose digits that the golden values have."""
+    """``1 - decay ** count``, with ``expm1``, because a float32 power would lose digits."""
     if isinstance(decay, float | int):
         log = math.log(decay) if decay > 0 else -math.inf
     else:

@@ -26,7 +26,7 @@ def decentralized(
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
     *,
-    gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
+    gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: plain mixing"] = 1.0,
     mix_rounds: Annotated[int | None, "rounds per mixing step, one after the other"] = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
@@ -47,12 +47,12 @@ def decentralized(
     communication is exposed.
 
     `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step but
-    keeps only every k-th result, so it may use only one of the rounds ``round_at(t)``.
+    keeps only every k-th result, so if the period divides k, only one round ever takes effect.
 
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
     this replica's loss. A local update is rejected if the loss, the norm of the gradient or the
-    update of the smallest array is not finite: the parameters are then only mixed, and the state of
+    update of the smallest array is not finite. The parameters are then only mixed, and the state of
     ``inner`` is kept, except for the counts of learning-rate schedules, which advance with the
     step. Other non-finite numbers of an update become 0.
 
@@ -82,7 +82,7 @@ def decentralized(
 
     Raises:
       ValueError: an unknown ``combine``; a negative gamma; a schedule in which some replica's
-        weights do not sum to 1; with several ``mix_rounds``, one that repeats a round in a period.
+        weights do not sum to 1; with several ``mix_rounds``, a period that repeats a round.
       TypeError: an ``update`` without ``round``, or with a traced one.
 
     Example:
@@ -119,7 +119,7 @@ def decentralized(
         rounds, mixed = [round], params
         if times > 1 and not (round is None or isinstance(round, gossip.Simulated)):
             first, period = times * operator.index(round), schedule.period
-            if round in range(period):  # else `mixing` says what is wrong
+            if round in range(period):  # otherwise `mixing` raises the error
                 rounds = [(first + k) % period for k in range(times)]
         for k, r in enumerate(rounds):
             mixed = mixing(mixed, r, count, after, nth=k)
@@ -172,7 +172,7 @@ def gossiped_momentum(
     role of m; second moments stay local. It sends two messages of the model's size per step; those
     of ``"awc"`` travel during the forward and backward pass. Valid on every doubly stochastic
     schedule; the arguments are those of `decentralized`. The disagreement of m determines the
-    distance of a fixed point from the optimum (smaller than with local momentum).
+    distance of a fixed point from the optimum, which is smaller than with local momentum.
 
     It also averages gradient noise, of variance sigma^2, before Adam divides by the root of a
     second moment. Over ``one_peer_exp``, with eight replicas and b1 = 0.9, the variance of m is

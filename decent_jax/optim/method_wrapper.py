@@ -36,7 +36,8 @@ class GuardedState(NamedTuple):
     # shape=(), dtype=int32: updates rejected, or made without their non-finite numbers (optax:
     # total_notfinite)
     skipped: jax.Array
-    failing: jax.Array  # shape=(), dtype=int32: consecutive ones (optax: notfinite_count)
+    # shape=(), dtype=int32: such updates in a row, up to the last one (optax: notfinite_count)
+    failing: jax.Array
     own: PyTree  # the method's own state, a NamedTuple; () for most
 
 
@@ -47,23 +48,23 @@ class LocalState(NamedTuple):
     is_whole: jax.Array  # shape=(), dtype=bool: all numbers of the update are finite
 
 
-# Of a step: the new parameters, the method's own state, that of the local optimizer, whether the
-# update is accepted.
+# The result of a step: the new parameters, the method's own state, the state of the local
+# optimizer, and whether the update is accepted.
 Stepped = tuple[PyTree, PyTree, LocalState, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Computes a replica's local update in one step: ``update, inner, ok = local(params)``.
+    """A replica's local update in one step: ``update, inner, ok = local(params)`` computes it.
 
-    grads: the gradients as passed in.
+    grads: the gradients passed to ``update``.
     value: the loss, or None.
-    mixed: the result of `Method.early` from before the gradient was known, or None.
+    mixed: the result of `Method.early`, computed before the gradient, or None.
     active: () bool, whether this replica makes an update in this step.
     state: the method's state before the step.
     optimizer: the local optimizer.
     extra: further arguments of its ``update``.
-    replica: returns the index of this replica; None: all replicas make the same update.
+    replica: a function that returns this replica's index; None: all replicas make the same update.
     """
 
     grads: PyTree
@@ -112,7 +113,7 @@ class Local:
 
 @contextlib.contextmanager
 def _needs_no_more() -> Generator[None]:
-    """One sentence for a local optimizer that needs more arguments, such as `optax.lbfgs`."""
+    """Turns errors of an optimizer that needs more arguments (`optax.lbfgs`) into a TypeError."""
     try:
         yield
     except (TypeError, AttributeError, ValueError) as error:
@@ -128,16 +129,17 @@ class Delayed:
 
     The caller makes these updates between ``depart`` and ``arrive``, with ``round=None``, which
     leaves the method's own state unchanged. Both functions are for one replica. With
-    ``mix_every=H`` a message departs after t updates if ``(t + delay) % H == 0``, and has the round
-    of the last of its updates, ``schedule.round_at(t + delay - 1, H)``.
+    ``mix_every=H`` a message departs after t updates if ``(t + delay) % H == 0``, and its round is
+    that of the last update that it overlaps, ``schedule.round_at(t + delay - 1, H)``.
 
-    delay: at least 1, and less than H. With 1, ``update(..., round=round)`` alone also works.
+    delay: number of overlapped updates, from 1 to H - 1. With 1, ``update(..., round=round)`` alone
+      also works.
     depart: ``(late, own, count, round, after=None)`` returns the message of a round, from the
       current parameters, the method's own state and the ``count`` in its `GuardedState`. Only this
-      call communicates. With ``after``, arrays that the updates compute, the second stage of a
-      group mean waits for them; see `decent_jax.gossip.Between`.
+      call communicates. ``after`` are arrays that the updates compute, for which the second stage
+      of a group mean waits; see `decent_jax.gossip.Between`.
     arrive: ``(params, own, late, message, round)`` returns the parameters and the method's own
-      state after the updates, with the message merged.
+      state after the updates, with the message merged; ``late`` are the parameters at departure.
     """
 
     delay: int
@@ -152,8 +154,8 @@ Early = Callable[[PyTree, PyTree, RoundId], PyTree]
 class Method(optax.GradientTransformationExtraArgs):
     """A method: optax's pair of ``init`` and ``update``, and messages that overlap computation.
 
-    A wrapper of optax, such as `optax.chain`, keeps the pair and drops the rest. The result is then
-    the same, but ``update`` communicates, and nothing overlaps its messages.
+    A wrapper of optax, such as `optax.chain`, keeps the pair and drops the other fields. The
+    result is then the same, but ``update`` communicates, and no computation overlaps its messages.
 
     early: ``(params, state, round)`` returns the result of a round if it does not depend on the
       current gradient: the mixed parameters, and in `gossiped_momentum` also the moments.
@@ -197,7 +199,7 @@ def method(
         passes gradients through.
       step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
         ``local(params)`` returns them.
-      own: the initial state of the method, from the parameters.
+      own: a function from the parameters to the initial state of the method.
       axis_name: the replica axis; replicas then draw different random numbers. None: all replicas
         make the same update, and nothing else moves their parameters.
       early, delayed: fields of the `Method`.
@@ -260,7 +262,7 @@ def method(
 def _in_float32(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, in float32 for parameters of 16 bits, in which 0.999 would be 1."""
+    """The optimizer, in float32 for 16-bit parameters, because in bfloat16 0.999 would be 1."""
 
     def init(params: PyTree) -> PyTree:
         return optimizer.init(trees.wide(params))
@@ -277,7 +279,7 @@ def _check_call(params: PyTree, round: RoundId) -> None:
         raise ValueError(f"update needs the parameters, which replicas mix, got None; {how}")
     if round is _LEFT_OUT:
         raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
-    gossip.number(round)  # refuses a traced one before a method looks at it
+    gossip.number(round)  # refuses a traced round before a method uses it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +332,7 @@ class Mixing:
 
 
 def key_of(codec: Codec | None, count: jax.Array, nth: int = 0) -> jax.Array | None:
-    """The key of a codec's seed in step ``count``, equal on all replicas; None without a codec."""
+    """The codec's PRNG key for step ``count``, equal on all replicas; None without a codec."""
     if codec is None:
         return None
     words = jnp.array([codec.seed % 2**32 ^ codec.seed >> 32, nth], jnp.uint32)

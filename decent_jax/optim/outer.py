@@ -17,15 +17,15 @@ from decent_jax.optim.outer_steps import Arrays, Departure, Message, descend, mo
 from decent_jax.optim.registry import ADAM_FIRST, Numbers, Pairwise, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
-_DECAY = 0.95  # MuLoCo's beta: the decay of the rounding errors that a replica still owes
+_DECAY = 0.95  # MuLoCo's beta: the decay of the error that a replica adds to its next message
 
 
 @dataclasses.dataclass(frozen=True)
 class OuterSGD:
     """The outer optimizer of the papers: Nesterov momentum in `diloco`, heavy-ball in `noloco`."""
 
-    learning_rate: Annotated[float, "the outer optimizer's; beta in NoLoCo"] = 0.7
-    momentum: Annotated[float, "the outer optimizer's, in [0, 1); alpha in NoLoCo"] = 0.9
+    learning_rate: Annotated[float, "learning rate of the outer optimizer; beta in NoLoCo"] = 0.7
+    momentum: Annotated[float, "momentum of the outer optimizer, in [0, 1); alpha in NoLoCo"] = 0.9
 
     def optimizer(self, method: str, nesterov: bool) -> optax.GradientTransformation:
         """The optax transformation; ``method`` is named in errors.
@@ -46,13 +46,13 @@ def diloco(
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
-    carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
+    carry: Annotated[bool, "keep a replica's progress while its message is in flight"] = False,
     outer: OuterSGD | optax.GradientTransformation = OuterSGD(0.7, 0.9),
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: many local steps, then an outer optimizer step on their average movement.
 
-    The parameters are cut, in order, into ``fragments`` of about equal size. Round r of the
-    schedule averages fragment ``r % fragments``, so each is averaged in one of ``fragments``
+    The parameters are cut, in order, into ``fragments`` parts of about equal size. Round r of the
+    schedule averages fragment ``r % fragments``, so each fragment is averaged once in ``fragments``
     rounds. With ``theta`` the outer parameters (equal on all replicas), x the
     replica's parameters after its step t, and ``tau`` = ``delay``:
 
@@ -73,7 +73,8 @@ def diloco(
         e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
 
     where the mean is encoded once more, with the same bits for all replicas
-    (`decent_jax.gossip.groups.coded_means`). This stores e, one more copy of the parameters.
+    (`decent_jax.gossip.groups.coded_means`), except in sparse formats. This stores e, one more copy
+    of the parameters.
 
     With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, it is
     MuLoCo.
@@ -88,7 +89,7 @@ def diloco(
       axis_name: as in `decentralized`.
       codec: message format; None: float32.
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
-      delay: steps that a message overlaps, less than from one round to the next.
+      delay: steps that a message overlaps, fewer than from one round to the next.
       carry: whether a replica keeps its progress while the message is in flight.
       outer: the outer optimizer: the paper's, or another optax transformation.
 
@@ -131,10 +132,10 @@ def noloco(
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
-    carry: Annotated[bool, "True: a replica keeps its progress during the message"] = False,
+    carry: Annotated[bool, "keep a replica's progress while its message is in flight"] = False,
     outer: OuterSGD = OuterSGD(0.7, 0.5),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
+    r"""NoLoCo: `diloco` in which replicas average with neighbours, such as a random partner.
 
     Every replica has its own outer parameters ``theta_i`` and momentum:
 
@@ -155,9 +156,10 @@ def noloco(
 
     Args:
       inner, axis_name, fragments, delay, carry: as in `diloco`.
-      schedule: with a round for every fragment; ``random_matching`` in the paper.
+      schedule: a schedule with a round for every fragment; ``random_matching`` in the paper.
       codec: as in `decentralized`.
-      outer: eta, its learning rate (beta in the paper), and mu, its momentum (alpha).
+      outer: the outer optimizer, with learning rate eta (beta in the paper) and momentum mu
+        (alpha).
 
     References:
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the

@@ -17,22 +17,23 @@ from decent_jax.optim import trees, validation
 from decent_jax.optim.method_wrapper import Delayed, Local, Mixing, Stepped, method
 
 Arrays = list[jax.Array]
-Message = tuple[Arrays, PyTree]  # theta of a fragment, and what its outer steps keep
+Message = tuple[Arrays, PyTree]  # theta of a fragment, and the state of its outer steps
 
 
 class OuterState(NamedTuple):
     """The ``own`` state of a method with outer steps."""
 
     theta: PyTree  # like params: the outer parameters
-    states: tuple[PyTree, ...]  # for each fragment, what its outer steps keep
+    states: tuple[PyTree, ...]  # for each fragment, the state of its outer steps
 
 
 class Departure(NamedTuple):
-    """The round and the step in which a message departs."""
+    """The round of a departing message, and the number of the update in that round."""
 
     round: RoundId
+    # shape=(), dtype=int32
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    between: gossip.Between  # what the second stage of a group mean waits for
+    between: gossip.Between  # arrays for which the second stage of a group mean waits
 
 
 def outer_steps(
@@ -69,7 +70,7 @@ def outer_steps(
     ) -> Message:
         f, which = fragment(round, late)
         theta, late = take_leaves(own.theta, which), take_leaves(late, which)
-        count = count + max(delay - 1, 0)  # that of the update that has the round
+        count = count + max(delay - 1, 0)  # of the update in that round
         departure = Departure(round, count, gossip.Between(after))
         return outer_step(theta, late, own.states[f], departure)
 
@@ -120,7 +121,7 @@ def descend(
 
 
 def movement(theta: Arrays, x: Arrays) -> Arrays:
-    """``theta - x``, or zeros if that is not finite, so that only what is still owed is sent."""
+    """``theta - x``, or zeros if it is not finite, so that only the kept error is sent."""
     moved = optax.tree.sub(theta, x)
     return optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
 

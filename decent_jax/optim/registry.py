@@ -1,10 +1,10 @@
 """The registry of methods: each is declared next to its factory.
 
-A factory's signature defines the rest. Its positional parameters come from the run, by name
-(`Parts`). Its keyword-only parameters are the method's hyperparameters (`MethodSpec.numbers`), with
-their defaults and, in ``Annotated``, their help in a config; the factory refuses values out of
-range. A dataclass among them, such as ``outer``, gives one for each field, such as
-``outer_learning_rate``.
+A factory's signature defines the inputs of a method. Its positional parameters come from the run,
+by name (`Parts`). Its keyword-only parameters are the method's hyperparameters
+(`MethodSpec.numbers`), with their defaults and, in ``Annotated``, their help in a config; the
+factory refuses values out of range. A dataclass among them, such as ``outer``, gives one
+hyperparameter for each field, such as ``outer_learning_rate``.
 
 >>> import optax
 >>> from decent_jax import topology
@@ -52,8 +52,8 @@ class Parts:
     axis_name, codec: as in `decent_jax.optim.decentralized`.
     combine: as in `decent_jax.optim.decentralized`; "" is the first of the method's orders.
     mix_every: steps between two rounds in the caller's loop.
-    gradient: applied to gradients first, in methods with their own momentum.
-    optimizer: hyperparameters of the local optimizer, for those methods: momentum, b1, b2, eps.
+    gradient: a transformation applied to gradients first, in methods with their own momentum.
+    optimizer: momentum, b1, b2 and eps, for methods with their own momentum.
     same_init: whether all replicas start with the same parameters.
     seed: the seed of formats that a method creates itself; ``codec`` has its own seed.
     numbers: the method's hyperparameters, see `MethodSpec.numbers`.
@@ -91,14 +91,14 @@ def model_bytes(params: PyTree, parts: Parts, numbers: Numbers) -> float:
 class MethodSpec:
     """A registered method: its factory, its options and its costs.
 
-    name: in `METHODS` and configs.
-    make: the factory: from the parts it names and its hyperparameters to the transformation.
+    name: its name in `METHODS` and configs.
+    make: the factory, which returns the transformation for its parts and hyperparameters.
     optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
       "sgd", "muon". If the factory takes no ``inner``, they name the method's own form.
     orders: its combine orders; the first is the default.
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
-    copies: arrays of the parameters' size in its state, besides the local optimizer's, with its
-      default hyperparameters and order.
+    copies: arrays of the parameters' size in its state, in addition to the local optimizer's, with
+      its default hyperparameters and order.
     section: the section of a config with its hyperparameters; None: named like the method; "": no
       section.
     sent: a function of the parameters, the parts and all hyperparameters that returns the bytes of

@@ -13,7 +13,8 @@ def linear_warmup_cosine_schedule(
 ) -> optax.Schedule:
     """A linear rise from ``start_factor * peak`` to ``peak``, then a cosine to ``end``.
 
-    The peak is reached at step ``warmup_steps`` and ``end`` at step ``steps``; constant after that.
+    The peak is reached at step ``warmup_steps`` and ``end`` at step ``steps``; the rate then stays
+    there.
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"warm-up of {warmup_steps} steps does not fit into {steps} steps")

@@ -39,8 +39,8 @@ def sparseloco(
     momentum. It is `diloco` with this codec and ``outer = optax.sgd(1.0)``.
 
     Encoded messages cannot be added in transit, so every replica receives all others' messages and
-    sends its own n - 1 times: fewer bytes than a float32 average if n is below 280 at the published
-    settings. It stores two copies of the parameters (``theta`` and e).
+    sends its own n - 1 times. At the published settings, these are fewer bytes than those of a
+    float32 average if n is below 280. It stores two copies of the parameters (``theta`` and e).
 
     Args:
       inner, axis_name: as in `diloco`.
@@ -73,7 +73,7 @@ def sparseloco(
 
 
 def _sparse_bytes(params: PyTree, parts: Parts, numbers: Numbers) -> float:
-    """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
+    """Bytes of n / 2 messages: a replica sends n - 1, and an average counts as 2 (n - 1) / n."""
     codec = ChunkedTopK(numbers["density"], numbers["chunk"])
     return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)
 

@@ -54,7 +54,7 @@ def swarm(
     replica with ``active=False`` makes no update in that step.
 
     A replica whose parameters are not finite takes its partner's parameters. With a lattice and
-    "atc" it cannot decode these and stays as it is; the others ignore it.
+    "atc" it cannot decode these and stays as it is; its partners ignore it.
 
     It sends one message per average (8 or 16 bits per parameter with a lattice) and, with
     ``combine="awc"``, stores one copy of the parameters (S).

@@ -66,9 +66,9 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 def all_finite(tree: PyTree) -> jax.Array:
     """() bool: whether every number in the tree is finite."""
-    # Not by the largest magnitude, which is faster: XLA's CPU loses a NaN in it (jaxlib 0.10.2).
-    # Not by isfinite: XLA would compute it once for this and for `finite_or_zero`, and keep it
-    # until then.
+    # The largest magnitude would be faster, but XLA's CPU compiler loses a NaN in it (jaxlib
+    # 0.10.2). XLA would compute `isfinite` once for this and for `finite_or_zero`, and would keep
+    # the result in memory in between.
     return _all((jnp.abs(leaf) < jnp.inf).all() for leaf in jax.tree.leaves(tree))
 
 
@@ -117,8 +117,8 @@ def _all(flags: Iterable[jax.Array]) -> jax.Array:
     """The conjunction as a reduction of negations, which XLA computes once.
 
     XLA fuses a chain of ``and`` into each of its uses, and turns a plain reduction of a stack into
-    such a chain: each array's update computed the flags of all arrays. That took two thirds of the
-    time to compile a step of 65 arrays.
+    such a chain. The update of each array then computed the flags of all arrays, which took two
+    thirds of the time to compile a step of 65 arrays.
     """
     flags = list(flags)
     return ~(~jnp.stack(flags)).any() if flags else jnp.array(True)

@@ -1,4 +1,4 @@
-"""Checks of the schedules, numbers and optimizers of methods; each error names the culprit."""
+"""Checks of the schedules, numbers and optimizers of methods; each error names its cause."""
 
 import warnings
 
@@ -48,10 +48,10 @@ def is_transformation(inner: object) -> None:
         raise TypeError(f"the local optimizer must be an optax transformation, got {inner!r}{hint}")
 
 
-# They keep the initial parameters only to measure the distance from them.
+# Optimizers that keep the initial parameters only to measure the distance from them.
 _MEASURE = (optax.contrib.DoGState, optax.contrib.DoWGState)
-# They estimate their learning rate from gradients that must vanish at the optimum; a replica's
-# own gradient does not.
+# Optimizers that estimate their learning rate from gradients that must vanish at the optimum, where
+# a replica's own gradient does not vanish.
 _ESTIMATE = (
     optax.contrib.DAdaptAdamWState,
     optax.contrib.ProdigyState,
@@ -111,7 +111,7 @@ def _sets(optimizer: optax.GradientTransformation, structure: PyTree, leaves: Py
 
     try:
         program = jax.make_jaxpr(update)(leaves, leaves, jnp.float32(0)).jaxpr  # pyright: ignore
-    except Exception:  # it needs more arguments, and its first update will say so
+    except Exception:  # it needs more arguments, and its first update raises the error
         return False
     others = len(program.invars) - len(leaves)
     return _DIFFERENCE in _origins(program, [_PARAMS] * len(leaves) + [""] * others)
@@ -207,7 +207,7 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
 
 
 def static_messages(method: str, schedule: Schedule) -> None:
-    """Requires a single round, of messages and not of group means."""
+    """Requires a single round, which sends messages and averages no groups."""
     is_schedule(method, schedule)
     if schedule.period > 1 or schedule.rounds[0].group_size > 1:
         what = "changes them" if schedule.period > 1 else "averages in groups"
@@ -245,7 +245,7 @@ def averages(method: str, schedule: Schedule) -> None:
 
 
 def phases(method: str, schedule: Schedule, count: int) -> None:
-    """Requires a multiple of ``count`` distinct rounds, for methods that count them."""
+    """Requires a multiple of ``count`` distinct rounds, for methods that treat them differently."""
     distinct = len({id(rnd) for rnd in schedule.rounds}) == schedule.period
     if count > 1 and (schedule.period % count or not distinct):
         has = schedule.period if distinct else f"{schedule.period}, some of them the same"
@@ -256,7 +256,7 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
 
 
 def mix_rounds(count: int | None, schedule: Schedule) -> int:
-    """The rounds per mixing step, 1 for None; several require rounds with distinct numbers."""
+    """The rounds per mixing step, 1 for None; several require that a period repeats no round."""
     if isinstance(count, jax.Array):  # optax.inject_hyperparams makes one of a given number
         raise ValueError(
             'mix_rounds must be an int: give inject_hyperparams static_args="mix_rounds"'

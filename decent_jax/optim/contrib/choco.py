@@ -46,13 +46,13 @@ def choco(
 
     The residual of C stays in ``y - x_hat`` and is sent later, so consensus is reached with
     any C if ``gamma`` is small enough; the mean is preserved at every step. Only
-    ``q_i`` is sent, and s sums up what arrives, so the graph must be static. It sends one
+    ``q_i`` is sent, and s accumulates the messages, so the graph must be static. It sends one
     compressed message per step and stores two copies of the parameters (``x_hat_i`` and ``s_i``).
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.
-      same_init: True if all replicas start with the same parameters, which are then the first
-        public copies; False: public copies start at zero, as in the paper.
+      same_init: whether all replicas start with the same parameters, which are then the first
+        public copies; otherwise these start at zero, as in the paper.
       seed: seed of the stochastic rounding of ``"int8"``.
       compressor: C, ``"top_k"`` or ``"int8"``.
       fraction: share of each array that ``"top_k"`` sends, in (0, 1].
