@@ -26,7 +26,7 @@ def decentralized(
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
     *,
-    gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: plain mixing"] = 1.0,
+    gamma: Annotated[optax.ScalarOrSchedule, "consensus step size, in [0, 1]; 1: the mix"] = 1.0,
     mix_rounds: Annotated[int | None, "rounds per mixing step, one after the other"] = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps with one round of neighbour averaging instead of all-reduce.
