@@ -1,1 +1,1 @@
-"""What planner and runners share: the plan file and the order of micro-batches."""
+"""The plan file and the order of micro-batches, which the planner and the trainers share."""

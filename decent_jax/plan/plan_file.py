@@ -26,7 +26,7 @@ FORMAT = "decent_jax.plan/1"
 class Plan:
     """Placement and schedule of a run on a given cluster.
 
-    devices: names of the network's devices; replica i lives on ``devices[i]``, or its stage s on
+    devices: names of the network's devices; replica i is on ``devices[i]``, or its stage s on
       ``devices[i * stages + s]``.
     schedule: the communication schedule, which `topology.make` can make from its name.
     mix_every: steps from one round to the next.
@@ -77,7 +77,7 @@ class Plan:
         return [where[name] for name in self.devices]
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically.
+        """Writes the plan as JSON, atomically.
 
         Raises:
           ValueError: `topology.make` does not make this schedule from its name.
@@ -99,7 +99,7 @@ def load(path: str | Path) -> Plan:
     """The plan in a file that `Plan.save` wrote.
 
     Raises:
-      ValueError: the file is missing or wrong; the message names it and the reason.
+      ValueError: the file is missing or is not a plan; the message names the file and the reason.
     """
     fields = read_format(path, "plan", FORMAT)
     try:

@@ -13,8 +13,8 @@
 
 `decent_jax.plots.gantt` draws steps. Besides NumPy and SciPy, the planner needs only
 `decent_jax.topology` and `decent_jax.plan`, which defines the file that ``train.py
---config.cluster.plan=FILE`` follows. Only the command imports the trainer, if ``--config`` is
-given. The planner is an extension: of the other packages, only `decent_jax.commands` imports it.
+--config.cluster.plan=FILE`` follows. Only the command imports the trainer, and only if ``--config``
+is given. The planner is an extension: of the other packages, only `decent_jax.commands` imports it.
 
 >>> from decent_jax.planner import gossip_placement, network
 >>> from decent_jax import topology

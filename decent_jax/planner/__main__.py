@@ -96,9 +96,9 @@ def _recommend(args: Options) -> None:
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
         then: train.py --config ... --config.cluster.plan=plan.json
 
-    The fastest step comes first or, among steps within 1%, the one whose replicas agree soonest.
-    docs/results.md lists what formats and longer intervals cost in loss; allow only what you
-    accept.
+    The choice with the shortest step comes first; among those within 1% of it, the one whose
+    replicas agree soonest. docs/results.md lists how formats and longer intervals change the loss;
+    allow only those that you accept.
     """
     options.complete(args)
     options.choose_method(args)
@@ -157,7 +157,7 @@ def _place(args: Options) -> None:
         --config.trainer=pipelines --config.pipeline.stages=8 --config.num_replicas=8
         --config.cluster.plan=plan.json
 
-    disagreement is the age of the drift between replicas that mixing leaves; lower is better.
+    disagreement is the age of the drift that is not averaged away yet; lower is better.
     """
     machines = options.network_of(args)
     (_place_replicas if args.stages is None else _place_stages)(args, machines)

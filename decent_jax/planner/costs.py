@@ -3,14 +3,14 @@
 Replica i is on device i of the `Network`; ``network.take(order)`` gives another placement. A
 transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
 every node they leave or enter, by max-min fairness, and none is faster than its own link. Each
-keeps the rate at which it starts. If all carry the same number of bytes, as in every collective
-here, the slowest are those at the tightest NIC; they end together, and their time is exact. Faster
-transfers could end a little earlier. Not modelled: a PCIe bus shared inside a node, switches
-between nodes, losses and congestion.
+transfer keeps its initial rate. If all transfers carry the same number of bytes, as in every
+collective here, the slowest are those at the tightest NIC; they end together, so their time is
+exact. Faster transfers could end a little earlier than modelled. Not modelled: a PCIe bus shared
+inside a node, switches between nodes, losses and congestion.
 
 A *phase* is one collective as each replica sees it: the replica waits until its partners have begun
-(a transfer needs both ends), and is done a duration later. A round is a few phases in a row, as XLA
-runs them: collectives that share devices do not overlap each other.
+(a transfer needs both ends), and is done a duration later. A round is a sequence of phases, because
+XLA does not overlap collectives that share devices.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from scipy.sparse.csgraph import connected_components
 from decent_jax.planner.network import Network
 from decent_jax.topology import Round, Schedule
 
-# How a round is executed that averages in groups and then exchanges between them.
+# How to execute a round that averages in groups and then exchanges between them.
 Execution = Literal["hierarchical", "plain", "all_reduce"]
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 Groups = Sequence[np.ndarray]  # the devices of each group, (g,); together all devices
@@ -37,8 +37,9 @@ class Phase:
     """One collective over n replicas.
 
     duration_s: (n,) float64; seconds until a replica is done, once all its partners have begun.
-    label: (n,) int; replicas with the same label wait for each other. Or, instead:
-    sources: (n,) int; replica i receives from ``sources[i]`` (-1: none); both wait for each other.
+    label: (n,) int; replicas with the same label wait for each other. None with ``sources``.
+    sources: (n,) int; replica i receives from ``sources[i]`` (-1: none), and both wait for each
+      other. None with ``label``.
     """
 
     duration_s: np.ndarray
@@ -97,9 +98,9 @@ def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndar
 def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """Max-min fair rates; transfer k uses the resources ``shared[:, k]``.
 
-    Each pass offers every transfer the least of its own limit and equal shares of what is left of
-    its resources. It settles those whose offer is the least on each of their resources; the slowest
-    transfer is always among them.
+    Each pass offers every transfer the least of its own limit and equal shares of the remaining
+    capacity of its resources. It then fixes the rates of transfers whose offer is the least on each
+    of their resources; the slowest transfer is always among them.
     """
     rate = np.zeros(len(own_limit))
     open_ = np.ones(len(own_limit), bool)
@@ -108,7 +109,7 @@ def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) ->
         users = np.bincount(shared[:, open_].ravel(), minlength=len(capacity))
         share = np.where(users > 0, capacity / np.maximum(users, 1), np.inf)
         offer = np.minimum(own_limit, share[shared].min(axis=0))
-        # The least offer on a resource is final: no other transfer leaves more of it.
+        # The least offer on a resource is final, because no other transfer takes less of it.
         least = np.full(len(capacity), np.inf)
         for resource in shared:
             np.minimum.at(least, resource[open_], offer[open_])
@@ -133,7 +134,7 @@ def link_s(network: Network, num_bytes: float) -> np.ndarray:
 def permute_phase(network: Network, sources: ArrayLike, num_bytes: float) -> Phase:
     """The phase in which replica i receives ``num_bytes`` from ``sources[i]`` (-1: nothing).
 
-    A replica is done when it has received and when the message that it sent has arrived.
+    A replica is done once it has received its message and the message that it sent has arrived.
     """
     wanted = np.asarray(sources, np.int64)
     receivers = np.flatnonzero(wanted >= 0)
@@ -187,10 +188,10 @@ def _ring_s(chunk_s: np.ndarray, latency_s: np.ndarray, steps: int) -> float:
 def tree_phase(network: Network, groups: Groups, num_bytes: float) -> Phase:
     """An all-reduce in every group at the same time, on two binary trees, each for half the data.
 
-    The trees are NCCL's (Sanders, Speck & Träff 2009): over nodes, whose devices form a chain; a
-    node that has children in one tree is a leaf of the other. Reduction and broadcast are pipelined
-    in small chunks, so every edge carries half the data in each direction all the time, and
-    latencies count twice along the longest path to a root.
+    The trees are NCCL's (Sanders, Speck & Träff 2009). They connect nodes, and the devices of a
+    node form a chain. A node that has children in one tree is a leaf of the other. Reduction and
+    broadcast are pipelined in small chunks, so every edge carries half the data in each direction
+    all the time, and latencies count twice along the longest path to a root.
     """
     duration = np.zeros(network.num_devices)
     edges, depth_s = [], np.zeros(len(groups))
@@ -316,7 +317,7 @@ def round_phases(
     A permutation is a permute of the whole model. A mean of groups is an all-reduce; if messages
     are coded (``compression`` below 1), it is permutes of chunks to their owners and an all-gather
     (`decent_jax.gossip.groups`). Groups that send to each other (alternating_exp_ring) send sums,
-    which are never coded; ``execution`` says how:
+    which are never coded; ``execution`` is one of:
 
     - ``hierarchical``: reduce-scatter in the group, permute of the shards of 1/g, all-gather;
     - ``plain``: all-reduce in the group, then a permute of whole models;

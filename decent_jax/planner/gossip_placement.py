@@ -4,9 +4,9 @@ The less disagreement a schedule leaves, the better it suits a network. Assume t
 of every replica drift by independent noise of variance 1 per second, as in training on different
 data. A round sends the parameters that the replicas have at its beginning. At its end, after the
 time that the network needs, the mix replaces them, and the drift since the beginning is added
-(``combine="awc"``). The mean squared distance from the mean then settles. Its average over time,
-relative to the effect of one second of drift, is the schedule's **disagreement**, in seconds: the
-age of the drift that has not been averaged away.
+(``combine="awc"``). The mean squared distance from the mean then becomes periodic. Its average over
+time, relative to the effect of one second of drift, is the schedule's **disagreement**, in seconds:
+the age of the drift that has not been averaged away.
 
 For rounds of equal length t it is
 
@@ -34,7 +34,7 @@ from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-_FEW = 6  # devices, whose 720 orders are all compared, in a millisecond each
+_FEW = 6  # devices; up to this number, all orders (720) are compared, in about 1 ms each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,15 +98,15 @@ def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
         return 0.0
     before, seconds = _settled_covariances(matrices, round_s), np.asarray(round_s, float)
     distance = np.array([np.trace(covariance) / (n - 1) for covariance in before])
-    # Over time: each round begins with its distance and adds 1 per second.
+    # The average over time: each round begins with its distance and adds 1 per second.
     return float(seconds @ (distance + seconds / 2) / seconds.sum())
 
 
 def _settled_covariances(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> list[np.ndarray]:
-    """The covariance of the replicas' distances from the mean before every round, once settled.
+    """The steady covariance of the replicas' distances from the mean before every round.
 
-    It solves ``S = M S M' + N`` over a period, which is summed by doubling:
-    ``N + M N M' + M^2 N M'^2 + ...``. Entries are infinite where the sum grows without bound.
+    It solves ``S = M S M' + N`` over a period by summing ``N + M N M' + M^2 N M'^2 + ...``, with
+    twice as many terms each time. All entries are infinite if the sum does not converge.
     """
     n, lengths = len(matrices[0]), np.asarray(round_s, float)
     centre = np.eye(n) - 1 / n
@@ -140,7 +140,7 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule, with the replica order whose period is the shortest that the search finds.
+    """The schedule with the order of replicas whose period is the shortest that the search finds.
 
     For up to 6 devices, it is the best of all orders. For more, simulated annealing (Kirkpatrick et
     al. 1983) starts from the best of several regular orders and exchanges two replicas or two
@@ -148,8 +148,8 @@ def place_schedule(
     has that order.
 
     Args:
-      steps: exchanges to try at most. Unless the time runs out first, the result then depends only
-        on the seed.
+      steps: the largest number of exchanges, or None. Unless the time runs out first, the result
+        then depends only on the seed.
       progress: whether to show a bar that counts seconds.
 
     Raises:
@@ -216,12 +216,12 @@ def clock(
 
 
 class _Permutes:
-    """Seconds of a period of permutations, computed in some 30 microseconds.
+    """Seconds of a period of permutations, computed in about 30 microseconds.
 
-    A hundredth of the mean of all transfers is added, so that exchanges that leave the slowest
-    transfer unchanged count too. A transfer gets an equal share of each of its two network cards,
-    or its own link if that is slower. This is the exact rate of the slowest transfer, because
-    max-min fairness only gives larger shares to others.
+    A hundredth of the mean transfer time is added per round, so that exchanges that leave the
+    slowest transfer unchanged count too. A transfer gets an equal share of each of its two network
+    cards, or its own link if that is slower. This is the exact rate of the slowest transfer,
+    because max-min fairness only gives larger shares to others.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]
 
 
 def take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
-    """Removes a device and size - 1 others, each the nearest to those before, from ``free``."""
+    """Takes ``free[first]`` out of ``free``, then size - 1 devices, each nearest to those taken."""
     taken = [free.pop(first)]
     sums = costs[taken[0]].copy()
     while len(taken) < size:

@@ -29,7 +29,7 @@ FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
 
 _COPIES = 20  # copies of a matrix of all pairs in memory at a time
-_LATENCY_NOISE_S = 50e-6  # by which two directions may differ: noise of the clock
+_LATENCY_NOISE_S = 50e-6  # clock noise, by which two directions may differ
 _LARGEST_ASYMMETRY = 1.25  # directions that differ more were measured under different load
 _SLOWEST = 1e3  # bytes per second of a plausible network
 _LONGEST_NAME = 300  # characters; a host name has at most 253
@@ -117,7 +117,7 @@ def load(path: str | Path) -> Network:
     ``nic_bytes_per_s`` and ``names``.
 
     Raises:
-      ValueError: a file that is not a network; the message names the file and the mistake.
+      ValueError: the file does not hold a network; the message names the file and the mistake.
     """
     fields = read_format(path, "network", FORMAT)
     try:
@@ -150,10 +150,10 @@ def from_matrices(
     A latency of exactly 0 means that latency is neglected. The diagonals are ignored.
 
     Args:
-      node: (n,) the machine of each device; default: every device is a machine of its own.
-      nic_bytes_per_s: each machine's, None or infinite where nothing is shared; default: the
-        fastest link that leaves the machine (links are measured one at a time, so no measurement
-        shows that two transfers together are faster than one).
+      node: (n,) the machine of each device; default: each device is a separate machine.
+      nic_bytes_per_s: (num_nodes,) the rate of each machine's network card, None or infinite where
+        nothing is shared; default: the fastest link that leaves the machine (links are measured one
+        at a time, so no measurement shows that two transfers together are faster than one).
       names: the devices' names; default: node0/0, node0/1, ...
       symmetrize: whether the slower direction of every pair counts for both.
 
@@ -194,7 +194,7 @@ def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -
     return np.where(fastest > 0, fastest, np.inf)
 
 
-# --- what a network must be; each refusal is one sentence that names the entry -------------------
+# --- checks of a network; each error is one sentence that names the entry -------------------------
 
 
 def _numbers(values: object, what: str) -> np.ndarray:
@@ -266,7 +266,7 @@ def _check_entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str,
 def _check_symmetric(
     matrix: np.ndarray, what: str, unit: str, noise: float, names: tuple[str, ...]
 ) -> None:
-    """Raises ValueError if two directions differ by more than 25%, and than ``noise``."""
+    """Raises ValueError if two directions differ by more than 25% and by more than ``noise``."""
     larger, smaller = np.maximum(matrix, matrix.T), np.minimum(matrix, matrix.T)
     wrong = larger > np.maximum(_LARGEST_ASYMMETRY * smaller, smaller + noise)
     if wrong.any():
@@ -288,8 +288,8 @@ class Link(NamedTuple):
     bytes_per_s: float
 
 
-# Line rates by specification (A100 HGX; PCIe 4.0 x16; Ethernet; HDR100), and usual latencies of a
-# small message; nothing here was measured.
+# Line rates by specification (A100 HGX; PCIe 4.0 x16; Ethernet; HDR100), and typical latencies of
+# a small message; nothing here was measured.
 NVLINK = Link(5e-6, 300e9)
 PCIE = Link(10e-6, 25e9)
 ETHERNET_25G = Link(30e-6, 25 * BYTES_PER_GBIT)
@@ -317,7 +317,7 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
     All devices of a machine share its network card. The line rates are nominal.
 
     Raises:
-      ValueError: an unknown name, or sizes that it cannot have.
+      ValueError: an unknown name, or sizes that the network cannot have.
     """
     if name in DTFM_CASES:
         if num_nodes is not None or devices_per_node is not None:
@@ -334,7 +334,7 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
 
 
 def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Network:
-    """A network of machines with these numbers of devices; ``between`` is the link of a machine."""
+    """A network of machines with these numbers of devices; ``between`` limits each network card."""
     sizes = np.asarray(devices_per_node, np.int64)
     if sizes.ndim != 1 or len(sizes) == 0 or sizes.min() < 1:
         raise ValueError(f"a cluster needs machines of at least one device, got {sizes.tolist()}")
@@ -394,7 +394,7 @@ def _dtfm_case(number: int) -> Network:
         return _region_network(table["case4"], counts, table["inside"])
     if number == 3:
         return _region_network({"Ohio-Virginia": (11, 1.12)}, {"Ohio": 32, "Virginia": 32}, (1, 5))
-    # Instances of 8; or eight of 4 and 32 of 1. A device has its share of the network card.
+    # Eight instances of 8 devices, or eight of 4 and 32 of 1; a link has a device's share of a NIC.
     sizes, gbps = ([8] * 8, 3.125) if number == 1 else ([4] * 8 + [1] * 32, 1.25)
     rate = gbps * BYTES_PER_GBIT
     nodes = cluster(sizes, Link(0, 100 * BYTES_PER_GBIT), Link(0, rate))

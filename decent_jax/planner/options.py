@@ -135,11 +135,11 @@ def add(parser: Any, flags: Iterable[Flag]) -> None:
         parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=words, **how)
 
 
-# --- what they say ------------------------------------------------------------------------------
+# --- values from the flags ----------------------------------------------------------------------
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Completes missing flags, those of the model and the replicas, from ``--config``."""
+    """Fills in missing flags of the model and of the replicas from ``--config``."""
     options.base = options.num_replicas = options.replicas_per_node = None
     options.late_parameters, options.row_length = 0, ROW_LENGTH
     if options.config:
@@ -164,7 +164,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def choose_method(options: argparse.Namespace) -> None:
-    """Sets ``algorithm``, ``combine`` and ``optimizer`` of choices from ``--config``, if given.
+    """Sets ``algorithm``, ``combine`` and ``optimizer`` of the choices, from ``--config`` if given.
 
     For a config of all_reduce, it chooses the method that gossips with the same optimizer.
     """
@@ -189,7 +189,7 @@ def choose_method(options: argparse.Namespace) -> None:
 
 
 def fields_of(options: argparse.Namespace, choice: Choice) -> Json:
-    """The fields that select this choice; with ``--config``, those that differ from it."""
+    """The config fields that select this choice, without those that ``--config`` already has."""
     fields = config_fields(choice, options.algorithm, options.optimizer)
     has = {} if options.base is None else options.base.by_name
     return {name: value for name, value in fields.items() if value != has.get(name)}
@@ -207,7 +207,7 @@ def accepted(options: argparse.Namespace, choice: Choice) -> bool:
     try:
         config_lib.check_run(config)
     except ConfigError as error:
-        if error.field.startswith("data."):  # the data need not be there yet
+        if error.field.startswith("data."):  # the data need not exist yet
             return True
         if isinstance(choice.algorithm, AllReduce):
             raise ConfigError(f"--config {options.config}: {error}", field=error.field) from None

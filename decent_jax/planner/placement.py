@@ -98,7 +98,7 @@ def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
     Returns:
       The column of every row, (d,), and that largest cost.
     """
-    # No matching is cheaper than the cheapest entry of any row or column. Usually, one costs that.
+    # A matching costs at least the least entry of each row and column, usually no more than that.
     lower = max(costs.min(axis=1).max(), costs.min(axis=0).max())
     columns, fits = _matching_within(costs, lower)
     if fits:
@@ -164,7 +164,7 @@ class Problem:
     """A job on a network of m devices, as matrices.
 
     averaging_s: (m, m) seconds that two devices in one group cost each other, 0 on the diagonal.
-    passing_s: (m, m) seconds that two devices matched between neighbouring groups cost.
+    passing_s: (m, m) seconds that two matched devices of consecutive groups cost.
     kind: (m,) int; exchanging two devices of one kind changes no cost.
 
     Raises:

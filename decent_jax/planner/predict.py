@@ -24,7 +24,7 @@ from decent_jax.planner.runtime import CONSTANT, Algorithm, AllReduce, Gossip, W
 
 TIMELINES = ("all_reduce", "one_peer_exp", "alternating_exp_ring")  # compared in a picture
 ALL_REDUCES = ("all_reduce", "all_reduce_hierarchical")
-BUCKET_BYTES = (25e6, 100e6, math.inf)  # small ones overlap, large ones save latency
+BUCKET_BYTES = (25e6, 100e6, math.inf)  # small ones overlap more, large ones save latency
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Prediction:
     """One step and its parts, in seconds.
 
     step_s: the whole step.
-    compute_s: forward, backward and update of the slowest machine on average.
-    exposed_s: communication not hidden by compute: the rest of a step if compute were constant.
-    waiting_s: the remainder: waiting for late replicas, because compute varies.
+    compute_s: forward, backward and update of the replica that is slowest on average.
+    exposed_s: communication not hidden by compute, in a step in which compute does not vary.
+    waiting_s: the remainder, lost to stragglers because compute varies.
     """
 
     label: str
@@ -117,7 +117,7 @@ def algorithm_of(name: str, network: Network, workload: Workload) -> Algorithm:
 
 
 def replicas_per_node(network: Network) -> int:
-    """The number of devices per node; 1 if it varies, or if a node's are not consecutive."""
+    """The number of devices per node; 1 if it varies or a node's are not consecutive."""
     sizes = np.bincount(network.node)
     if np.ptp(sizes) == 0 and (np.diff(network.node) >= 0).all():
         return int(sizes[0])

@@ -3,13 +3,14 @@
 Gossip is faster than all-reduce for three reasons (Wang et al., ICLR 2025): it hides behind the
 whole step and not only behind the backward pass; it can keep to fast links; and a replica waits for
 its neighbours, not for the slowest of all replicas. The paper's equations were not available; ours
-follow from the schedule that its code implements. F, B, U are the times of forward, backward and
-update, X is the factor by which compute varies, C the time to communicate the whole model:
+follow from the schedule that its code implements. F, B and U are the times of forward, backward
+and update, X is the factor by which compute varies, and C is the time to communicate the whole
+model:
 
 - all-reduce: a replica sends a bucket as soon as it has its gradients, and all replicas begin the
   next step together. Let C' be the part of C for gradients that are complete only after the
-  backward pass (a tied embedding). With k equal buckets and one factor X per replica per step, the
-  time is exactly::
+  backward pass (such as those of a tied embedding). With k equal buckets and one factor X per
+  replica per step, the time is exactly::
 
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
 
@@ -48,7 +49,7 @@ QUANTILES = 20_000
 class LogNormal:
     """A random factor with mean 1 on the times of forward and backward, per replica per step.
 
-    It is ``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
+    It is ``exp(sigma z - sigma^2 / 2)`` with z standard normal, as if many small causes multiply.
     """
 
     sigma: float
@@ -95,7 +96,7 @@ def expected_max(distribution: LogNormal, n: int) -> float:
 
 @functools.cache
 def _nodes() -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of being exceeded, dense near 0, where a tail needs them, and their weights."""
+    """Probabilities of being exceeded, dense near 0 to resolve the tail, and their weights."""
     node, weight = np.polynomial.legendre.leggauss(200)
     half = (node + 1) / 2
     return half**4, 2 * weight * half**3
@@ -104,8 +105,8 @@ def _nodes() -> tuple[np.ndarray, np.ndarray]:
 def fit(times_s: np.ndarray, steps_per_time: int = 1) -> tuple[float, LogNormal]:
     """Mean, in seconds, and variation of one replica's step times, (m,) seconds, m at least 2.
 
-    They must be times of compute alone: from a run with one replica, or without communication. In a
-    synchronous run every step already takes the maximum over replicas.
+    They must be times of compute alone, from a run with one replica or without communication. In a
+    synchronous run, every step already takes the maximum over replicas.
 
     Args:
       steps_per_time: each time is the mean over this many steps, which hides their variation.
@@ -115,7 +116,7 @@ def fit(times_s: np.ndarray, steps_per_time: int = 1) -> tuple[float, LogNormal]
     return mean, LogNormal(math.sqrt(math.log1p(variance)))
 
 
-# --- what a step is made of ---------------------------------------------------------------------
+# --- the parts of a step ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +187,8 @@ class Gossip:
     combine: "awc" hides the round behind the step; "atc" exposes it.
     codec: the format of messages, one of `CODECS`; only float32 if the schedule sends sums.
     execution: see `costs.round_phases`.
-    bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
-        Decent-DP, which sends bucket b after the bucket's update and needs it at the next one.
+    bucket_bytes: infinite in this project, which sends all parameters at once; finite in
+        Decent-DP, which sends a bucket after its update and needs the mix at its next update.
     """
 
     schedule: Schedule

@@ -53,12 +53,12 @@ def place(
     It stops early at a placement that is proved optimal.
 
     Args:
-      steps: exchanges to try at most; unless the time is up first, the same seed then gives the
-          same placement.
+      steps: the largest number of exchanges, or None. Unless the time runs out first, the same
+          seed then gives the same placement.
       progress: whether to show a bar that counts seconds.
 
     Raises:
-      ValueError: too few devices.
+      ValueError: the network has fewer devices than the job needs.
     """
     problem, rng = Problem(network, job), np.random.default_rng(seed)
     lower_bound = problem.lower_bound()
@@ -130,7 +130,7 @@ def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
 
 
 def _tightest(free: list, costs: np.ndarray, size: int) -> int:
-    """The place in ``free`` of the device whose size - 1 nearest others are nearest in sum."""
+    """The index in ``free`` of the device with the least sum of costs to its size - 1 nearest."""
     mutual = costs[np.ix_(free, free)]
     # A device's cost to itself is 0, the least of its row.
     return int(np.partition(mutual, size - 1, axis=1)[:, :size].sum(axis=1).argmin())

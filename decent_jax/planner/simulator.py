@@ -3,8 +3,8 @@
 All-reduce: bucket b is reduced once every replica has its gradients and the previous bucket is
 done; a replica begins its next step once its last bucket is done and applied.
 
-Gossip follows the recursion of Decent-DP's code (F, B, U are the times of forward, backward and
-update; i is a replica, b a bucket, t a step; R are the replicas with which i exchanges)::
+Gossip follows the recursion of Decent-DP's code (F, B and U are the times of forward, backward
+and update; i is a replica, b a bucket, t a step, and R the replicas with which i exchanges)::
 
     ready[i,b,t] = max( d[i,b-1,t] + B[i,b,t],  c[i,b,t-1] )        d[i,b,t] = ready[i,b,t] + U[b]
     d[i,0,t] = d[i,last,t-1] + F[i,t]
@@ -42,8 +42,8 @@ class SimulatedSteps:
     """The result of `simulate`.
 
     step_s: mean seconds of a step after the warm-up.
-    ends_s: (steps, n) seconds, the warm-up included; when each replica had finished each step.
-    events: of all steps, if ``record`` is set.
+    ends_s: (warm_up + steps, n) seconds at which each replica finished each step.
+    events: the activities of all steps if ``record`` is set, else empty.
     """
 
     step_s: float
@@ -125,7 +125,7 @@ class _Simulation:
         self.arrived = [self.now] * len(self.parts)  # when the mix of each bucket has arrived
         self.step_number = 0
         if isinstance(algorithm, Gossip) and algorithm.combine == "awc":
-            for bucket in range(len(self.parts)):  # the initial parameters go out at once
+            for bucket in range(len(self.parts)):  # the initial parameters are sent at once
                 self._send_parameters(0, bucket)
 
     def state(self) -> np.ndarray:
@@ -133,7 +133,7 @@ class _Simulation:
         return np.concatenate([self.now, self.network_free, *self.arrived])
 
     def step(self, t: int, factor: np.ndarray) -> np.ndarray:
-        """Advances by step ``t``; returns when each replica has finished it, (n,) seconds."""
+        """Simulates step ``t``; returns the times at which replicas finish it, (n,) seconds."""
         self.step_number = t
         self._compute("forward", factor * self.workload.forward_s)
         if isinstance(self.algorithm, AllReduce):
