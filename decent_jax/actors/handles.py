@@ -124,7 +124,7 @@ class Actors:
         return Actor(actor.remote(*args))
 
     def ended(self, calls: Mapping[K, Call], seconds: float, count: int = 1) -> list[K]:
-        """Wait until ``count`` of the calls have succeeded or failed; returns their keys.
+        """Wait until ``count`` calls have succeeded or failed; returns the keys of all that have.
 
         Args:
           seconds: the maximum time to wait.

@@ -161,7 +161,7 @@ def check_resources(settings: Ray, needs: Sequence[float], there: Mapping[str, f
 
 
 def enter(log: Path, launched_from: str) -> None:
-    """Prepare an actor's process for this run; it and its libraries print to the file ``log``.
+    """Prepare an actor's process for this run, and redirect all its output to the file ``log``.
 
     Relative paths in the config then name the same files as in `train.py`, unless this machine
     lacks ``launched_from``, the folder in which `train.py` was started.

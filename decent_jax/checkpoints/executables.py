@@ -37,7 +37,7 @@ class ExecutableCache:
     Args:
       folder: folder in which executables are stored; None: every call of `get` compiles.
       owner: part of the key of every executable.
-      devices: the devices on which they run; None: jax decides.
+      devices: the devices on which executables run; None: jax decides.
     """
 
     def __init__(self, folder: Path | None = None, owner: str = "", devices: Devices = None):

@@ -57,7 +57,7 @@ class MemoryCheckpoints:
         first checkpoint.
       run: the identity of the run.
       say: callback for sentences to the user.
-      mirror: exchanges rows with the neighbouring processes; None: no mirror is stored.
+      mirror: the exchange of rows with the neighbouring processes; None: no mirror is stored.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class _Group:
 
     Attributes:
       hellos: the hello of each process, by its index.
-      refusal: why they cannot start together; None: so far, they can.
+      refusal: the reason why they cannot start together; None if there is none so far.
       changed: condition notified when a process connects; its lock guards all attributes.
     """
 

@@ -28,7 +28,8 @@ class RunState:
 
     path: the run directory.
     config: ``config.json`` by dotted names; empty if it is missing or damaged.
-    start: ``run.json`` (`decent_jax.train.workdir.Record.write_start`); empty: an older run.
+    start: ``run.json``, see `decent_jax.train.workdir.Record.write_start`; empty if it is missing
+        or damaged.
     summary: ``summary.json`` by dotted names.
     rows: the rows of ``metrics.jsonl``.
     spent: seconds per category, "steps" and `decent_jax.monitor.goodput_file.CAUSES`; None: not
@@ -39,7 +40,8 @@ class RunState:
     seen: the last sign of life, in seconds since the epoch.
     saved: the step of the newest checkpoint; None: there is none.
     peers: the facts about each peer by rank, see `_peers`.
-    processes: the file of each `decent_jax.monitor.comm_metrics.CommMetrics`, by process name.
+    processes: the latest numbers of each process by its name, see
+        `decent_jax.monitor.comm_metrics.CommMetrics`.
     """
 
     path: Path

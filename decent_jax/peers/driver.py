@@ -208,7 +208,7 @@ class Driver:
       experiment: the run of one replica, on this process's devices.
       work: the run directory.
       before: the manifest from earlier sessions.
-      actors: starts the peers.
+      actors: the `Actors` that start the peers.
       host: IP address at which this process listens.
       need: bytes that the arrays of one peer take.
     """

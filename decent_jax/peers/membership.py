@@ -105,8 +105,8 @@ class Membership:
 
         A peer must end with "stop" if it was removed. It must end with "lag" if it was silent while
         the others made more than ``peers.max_lag`` steps of progress, unless it has kept up. A peer
-        that only could not reach `train.py` has kept up: it made steps and averaged with others. A
-        suspended peer made no steps, and a disconnected peer averaged with no other.
+        that was merely cut off from `train.py` has kept up: it made steps and averaged with others.
+        A suspended peer made no steps, and a disconnected peer averaged with no other.
         """
         with self._lock:
             entry = self._present(rank, generation)

@@ -183,9 +183,9 @@ class Averager:
       clock: a clock, in seconds.
 
     Attributes:
-      snapshot: the last one published; None before the first, and from `take` to `publish`.
+      snapshot: the last published snapshot; None before the first, and from `take` to `publish`.
       version: version of the next snapshot.
-      closed: whether it starts no further averages; those in progress still finish.
+      closed: whether the peer starts no further averages; those in progress still finish.
       distance: ``||theirs - mine|| / ||mine||`` for the snapshots in the last average.
       counts: number of attempts by outcome.
 
@@ -337,9 +337,8 @@ class Averager:
     def settle(self, name: str, decoded: bool) -> bool:
         """Whether both peers add their pulls.
 
-        They do if both have decoded, and the asker is a member and has answered in time.
-
-        A second call for the same average returns False.
+        They do if both have decoded, and the asker is a member and in time. A second call for the
+        same average returns False.
         """
         with self._lock:
             self._expire()

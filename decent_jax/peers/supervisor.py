@@ -44,13 +44,13 @@ class Supervisor:
       steps: steps of the run, after which no peer is replaced.
       before: the manifest from earlier sessions.
       say: callback that prints a line for the user.
-      actors: starts the peers.
+      actors: the `Actors` that start the peers.
       data: facts about the data on which all peers must agree; None: they are not compared.
       need: bytes that the arrays of one peer take.
 
     Attributes:
       membership: the membership to which the peers report.
-      secret: authenticates peers to each other and to the membership.
+      secret: the secret that authenticates peers to each other and to the membership.
       live: {rank: peer} of the running peers.
       ended: peers that have finished and still serve their last parameters.
       gone: ranks whose peers died or left and were not replaced.

@@ -1,8 +1,8 @@
 """Pipelines: each replica spans several machines, each of which holds a stage of the model.
 
 A run is a grid of D replicas and S stages, with a worker in each cell: a Ray actor with its own
-jax. Activations pass from stage to stage of a replica; the same stage of different replicas gossips
-or all-reduces as in any other run (`decent_jax.optim`). See docs/pipelines.md.
+jax. Activations pass from stage to stage of a replica. Each stage gossips or all-reduces with the
+same stage of other replicas, as in any other run (`decent_jax.optim`). See docs/pipelines.md.
 """
 
 from dataclasses import dataclass

@@ -129,7 +129,7 @@ class StageExecutor:
     """Trains one stage of the replicas of this process.
 
     Args:
-      stage: its programs and state.
+      stage: the programs and the state of the stage.
       mailbox: messages from other stages.
       send: function that sends a message to another stage.
       batches: tokens of this process's rows for each step, if the stage reads them; see

@@ -138,7 +138,7 @@ class Worker:
     Ray calls its methods from a pool of threads, of which at most one trains.
 
     Args:
-      worker: its position in the grid, and its run.
+      worker: the worker's position in the grid, and its run.
       secret: shared by all workers of the run.
     """
 

@@ -33,7 +33,7 @@ class Workers:
       workdir: the run directory.
       counts: number of layers of each stage.
       nodes: the machine of each worker; None: Ray chooses.
-      actors: starts the actors.
+      actors: the `Actors` that start the workers.
       kind: class of the actors.
       clock: object with ``monotonic()`` and ``sleep(seconds)``.
       needs: bytes of the arrays of each stage, see `decent_jax.actors.ray_cluster.check_memory`.

@@ -31,11 +31,11 @@ def conclude(
     Args:
       experiment: the run.
       work: its directory.
-      evaluator: computes the consensus model.
+      evaluator: the evaluator, which computes the consensus model.
       state: the state after the last step.
       cost: bytes that a replica sends and keeps.
-      saver: holds the last and the best evaluation.
-      clock: accounts for the time of the run; None: the summary has no goodput.
+      saver: the saver, which holds the last and the best evaluation.
+      clock: the run's clock; None: the summary has no goodput.
       **entries: additional entries of the summary.
 
     Returns:

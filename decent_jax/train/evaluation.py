@@ -25,7 +25,7 @@ class Model(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates on the task's validation source, each record once, spread over the devices.
+    """Evaluates models on the validation source, each record once, spread over the devices.
 
     Args:
       config: the run's config, for its ``eval`` section and batch size.
@@ -33,7 +33,7 @@ class Evaluator:
       placement: the replicas and their devices.
 
     Attributes:
-      pause: called between two batches, equally often in every process; it may raise.
+      pause: callback between two batches, called equally often in every process; it may raise.
     """
 
     def __init__(self, config: Config, task: Task, placement: Placement):

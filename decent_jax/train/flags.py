@@ -1,7 +1,7 @@
 """The command line: ``--config FILE[:ARGUMENTS] [--config.x=y ...] --workdir DIR``.
 
-absl's config flags report an unknown field with a traceback and read a missing file late; here
-every mistake is reported in one sentence, before anything starts.
+absl's config flags report an unknown field with a traceback and read a missing file late. This
+module reports every mistake in one sentence, before anything starts.
 """
 
 import os

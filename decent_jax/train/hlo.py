@@ -57,7 +57,7 @@ def entry(text: str) -> list[Instruction]:
     """The instructions of ``compiled.as_text()``, in the order in which they start.
 
     Raises:
-      ValueError: an instruction cannot be read and might be a message.
+      ValueError: an instruction cannot be read, or looks like a message of an unknown kind.
     """
     computations = _computations(text)
     shapes: dict[str, str] = {}
@@ -242,7 +242,7 @@ def overlap(instructions: list[Instruction], time: Callable[[Instruction], float
 
     Args:
       instructions: the result of `entry`.
-      time: returns the time of a kernel, in any unit.
+      time: function that returns the time of a kernel, in any unit.
 
     Raises:
       ValueError: the program has no message, or no gradient kernel.

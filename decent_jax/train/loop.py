@@ -51,7 +51,7 @@ class Runner(Observed, Protocol):
         Args:
           start: index of the first step.
           ahead: data position minus step count, in steps.
-          clock: records compilation and data waits.
+          clock: the run's clock, which records compilation and data waits.
         """
         ...
 
@@ -78,9 +78,9 @@ def train(
     """Train from the newest checkpoint, or from the beginning, to the end; returns the summary.
 
     Args:
-      runner: makes the steps.
+      runner: the runner, which makes the steps.
       work: the run directory.
-      clock: accounts for the time of the run; tests pass their own.
+      clock: the run's clock; tests pass their own.
       signals: the signals that end the run, polled after each step; tests pass their own.
 
     Raises:

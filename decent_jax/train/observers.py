@@ -16,8 +16,8 @@ class Observer(Protocol):
     """Work that falls due between two steps, after the same steps in all processes.
 
     Attributes:
-      waits: whether it acts only once the steps have ended; otherwise, the loop waits for them only
-        if they end a row.
+      waits: whether the observer acts only once the steps have ended; otherwise, the loop waits for
+        the steps only if they end a row.
     """
 
     waits: bool
@@ -70,7 +70,7 @@ class Pause:
     """Boundaries between steps, or batches, at which all processes agree to save or to stop.
 
     Attributes:
-      stops: whether they have agreed to stop.
+      stops: whether all processes have agreed to stop.
     """
 
     def __init__(self, agreement: Agreement, signals: Signals, saver: Saver):

@@ -72,17 +72,17 @@ class Rows:
     Each `add` waits for the steps of the previous `add` and writes their row, while the devices
     compute the new steps; `settle` does so without new steps.
 
-    Every ``train/`` metric of a row is the mean over all replicas and the steps since the previous
-    row; the learning rate, the skipped updates and the consensus distance are taken at its last
-    step.
+    The losses and the gradient norm of a row are means over the steps since the previous row, and
+    over all replicas (``loss_max`` and ``loss_min`` are those of single replicas). The learning
+    rate, the skipped updates and the consensus distance are those of its last step.
 
     Args:
-      runner: measures the steps.
-      clock: accounts for the time of the run.
-      writer: receives the rows.
-      progress: shows metrics of the rows, and problems.
+      runner: the runner, which measures the steps.
+      clock: the run's clock.
+      writer: the writer of the rows.
+      progress: the progress bar, which shows metrics of the rows, and problems.
       steps: the total number of steps; a row ends with the last one.
-      what_next: returns a sentence on what the same command would do next.
+      what_next: function that returns a sentence on what the same command would do next.
 
     Attributes:
       clock, writer: as above.

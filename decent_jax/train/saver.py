@@ -24,7 +24,7 @@ class Saver:
     After `begin` it is a `decent_jax.train.observers.Observer`.
 
     Attributes:
-      checkpoints: writes the checkpoints to disk.
+      checkpoints: the checkpointer, which writes to disk.
       evaluated: the row of the last evaluation, with its ``step``.
       unevaluated: whether the step of the next checkpoint still has to be evaluated.
       best: the lowest ``eval/loss`` so far.

@@ -48,7 +48,7 @@ class Stepper:
       call: ``(program, state, batch, t) -> (state, metrics)`` makes step t.
 
     Attributes:
-      checkpoints: saves the state to disk, and restores it.
+      checkpoints: the checkpointer, which saves the state to disk and restores it.
       shapes: shapes and dtypes of the state.
       cost: bytes that a replica sends and keeps.
       messages: see `decent_jax.train.loop.Runner`.
@@ -298,7 +298,8 @@ class Feed:
     """Reads this process's batches and moves them to the devices; on exit, its threads stop.
 
     Attributes:
-      idle: notified of each step, because waiting for data is free while the devices are busy.
+      idle: the meter of idle time, notified of each step: waiting for data while the devices are
+        busy costs nothing.
     """
 
     def __init__(self, experiment: Experiment, start_step: int, clock: Clock):

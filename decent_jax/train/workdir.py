@@ -40,7 +40,7 @@ class Record:
 
     Attributes:
       config: the run's config.
-      trackers: receive the rows, once `open_metrics` has opened them.
+      trackers: the trackers, which receive the rows once `open_metrics` has opened them.
     """
 
     def __init__(self, path: Path, config: Config, console: Console):

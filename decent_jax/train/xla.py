@@ -1,7 +1,7 @@
 """Compilation: XLA's options for a step, its memory, and the user's cache.
 
-The options that the user sets in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` take precedence over the
-ones here.
+The options that the user sets in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` take precedence over those
+of this module.
 """
 
 import contextlib
@@ -80,10 +80,10 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Method) -> dic
 def _starts_early(fsdp: int, schedule: Schedule, tx: Method) -> bool:
     """Whether it helps to start messages at the top of the step.
 
-    It does not if a replica has several devices: XLA gathers its arrays when the gradient needs
-    them, on the stream that messages to other replicas would occupy. Nor does it help if groups
-    send to each other and the method does not hold back the last stage (`decent_jax.gossip.mix`):
-    XLA would wait for the messages at the top of the step.
+    It does not help if a replica has several devices: XLA gathers its arrays when the gradient
+    needs them, on the stream that messages to other replicas would occupy. Nor does it help if
+    groups send to each other and the method does not hold back the last stage
+    (`decent_jax.gossip.mix`): XLA would wait for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
     return fsdp == 1 and (not in_stages or bool(tx.early or tx.delayed))
@@ -146,7 +146,7 @@ def use_cache() -> Path | None:
 
     The folder is ``$XDG_CACHE_HOME/decent_jax/compiled``, by default in ``~/.cache``. Hosts with a
     common home directory may share it: jax's keys include the features of a CPU. jax's own settings
-    take precedence: ``JAX_COMPILATION_CACHE_DIR`` names another folder,
+    take precedence: ``JAX_COMPILATION_CACHE_DIR`` names another folder, and
     ``JAX_ENABLE_COMPILATION_CACHE=false`` disables the cache.
 
     Returns:
