@@ -10,9 +10,10 @@ t is example `t * B + j`. The stream does not depend on the placement of replica
 devices, but a different number of replicas changes the partition.
 
 A source may also form its own batches, in blocks of several shapes. Such a source has the methods
-`train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`, which
-return a sequence: item `step * num_replicas + replica` is a replica's block, and the sequence's
-`steps` is the number of steps per epoch. The source decides what `batch_size` counts.
+`train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`. Each
+returns a sequence whose item `step * num_replicas + replica` is that replica's block at that step,
+and whose attribute `steps` is the number of steps per epoch. The source decides what `batch_size`
+counts.
 """
 
 import contextlib
@@ -34,11 +35,11 @@ from decent_jax.ground.errors import DataError, unforeseen
 from decent_jax.ground.format import format_bytes
 
 _AT_ONCE = 256  # records that `all_records` stacks at a time
-_MEMORY = "/dev/shm"  # through which readers pass their batches
+_MEMORY = "/dev/shm"  # the file system through which readers pass their batches
 
 
 class Batches(Iterator[Any]):
-    """An iterator over batches that threads or ``workers`` read; `close` (or `with`) stops them.
+    """An iterator over batches read by threads or ``workers``; `close` (or `with`) stops these.
 
     `next` raises DataError if a batch cannot be read.
     """
@@ -50,19 +51,19 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._iterator is None:
             raise ValueError("the batches are closed")
-        # A terminal or a launcher also signals the readers, but this process decides.
+        # A terminal or a launcher also signals the readers, but only this process may stop them.
         deaf = worker_pool.deaf_to_signals() if self._starts else contextlib.nullcontext()
         self._starts = False
         with _failures_told(self._workers), deaf:
             return next(self._iterator)
 
     def close(self) -> None:
-        """Stops them; `next` raises ValueError afterwards. May be called twice."""
+        """Stops the readers; `next` raises ValueError afterwards. May be called twice."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None  # frees the shared memory of unconsumed batches
             if self._workers:
-                gc.collect()  # batches that grain's threads hold
+                gc.collect()  # frees the batches that grain's threads hold
 
     def __enter__(self) -> "Batches":
         return self
@@ -89,7 +90,7 @@ def train_batches(
     prefetch: int = 4,
     workers: int = 0,
 ) -> Batches:
-    """Endless training batches of this process, from step `start_step` on.
+    """An endless iterator over this process's training batches, from step `start_step` on.
 
     Each epoch visits every record once, in a new order; a batch may straddle two epochs. With a
     partition, each epoch of a replica visits every record of that replica once. If the source has a
@@ -103,14 +104,15 @@ def train_batches(
         of arrays, of equal shapes for all i < `len(source)` (a grain `RandomAccessDataSource` such
         as `TokenWindows`). Several threads read from it.
       seed: any integer >= 0; determines the order.
-      num_replicas: n, of the whole run.
+      num_replicas: n, the number of replicas of the whole run.
       batch_size: records per step over all replicas, a multiple of `num_replicas`.
       replicas: (L,) the replicas of this process, in the order of the result; None means all.
       start_step: the step of the first batch; any value costs the same.
-      prefetch: batches to read ahead, in as many threads, at most one per core; 0 reads in the
-        calling thread.
-      workers: processes that read ahead instead of threads, for sources that do much work in
-        Python; each produces whole batches. They are spawned, with a copy of the source.
+      prefetch: number of batches to read ahead, with as many threads, but at most one per core;
+        0 reads in the calling thread.
+      workers: number of processes that read ahead instead of threads, for sources that do much
+        work in Python; each produces whole batches. They are spawned, each with a copy of the
+        source.
 
     Returns:
       An iterator over records stacked to shape (L, B, ...), such as int32 of shape
@@ -160,7 +162,7 @@ def eval_batches(
 
 
 class Numbers:
-    """A source of the numbers of another source's records, in batches of the same order."""
+    """A source whose records are the indices of another source, batched in the same order."""
 
     def __init__(self, source: Any):
         self._source = source
@@ -175,13 +177,13 @@ class Numbers:
 
 
 def is_fixed(source: Any) -> bool:
-    """Whether a number always gives the same record, because `augment` draws nothing."""
+    """Whether an index always gives the same record: no random `augment` and no `train_blocks`."""
     draws = hasattr(source, "augment") and not getattr(source, "fixed", False)
     return not draws and not hasattr(source, "train_blocks")
 
 
 def all_records(source: Any) -> Any:
-    """All records of an `is_fixed` source, stacked in order: (n, ...).
+    """All records of an `is_fixed` source, stacked in order: (N, ...).
 
     Raises:
       DataError: a record cannot be read.
@@ -195,7 +197,7 @@ def all_records(source: Any) -> Any:
 
 
 def bytes_of_all(source: Any) -> int:
-    """The bytes of `all_records`, from the first record."""
+    """The size of `all_records` in bytes, computed from the first record."""
     import jax
 
     record = jax.tree.leaves(_reader(source)(0))
@@ -203,7 +205,7 @@ def bytes_of_all(source: Any) -> int:
 
 
 def _count(source: Any) -> int:
-    """The count of numbers, above that of records if `of_epoch` distinguishes views of a record."""
+    """The number of valid indices, above `len(source)` if `of_epoch` selects views of a record."""
     return getattr(source, "numbers", len(source))
 
 
@@ -216,7 +218,7 @@ def _reader(source: Any):
 def train_rows(source: Any, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     """A sequence whose item ``step * num_replicas + replica`` is a replica's block (B, ...).
 
-    Arguments are as for `train_batches`, but there is no partition.
+    Arguments are as for `train_batches`, but `source` may not be `Partitioned`.
     """
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed)
@@ -232,13 +234,13 @@ def steps_per_epoch(source: Any, batch_size: int, num_replicas: int = 1, seed: i
 
 
 def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
-    """Item i: `per_replica` records of an endless shuffled stream, from `i * per_replica` on.
+    """A sequence whose item i is `per_replica` records of an endless shuffled stream.
 
-    `records` are their indices.
+    Item i begins at position `i * per_replica` of the stream; `records` are the indices to shuffle.
     """
     import grain
 
-    # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
+    # grain shuffles epoch e with seed + e: without a hash, seed 1 would be seed 0 one epoch ahead
     order, drawing = (int(word) for word in seed.generate_state(2, np.uint32))
 
     def of_epoch(position: int, index: int):

@@ -3,9 +3,10 @@
 Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: every replica draws a
 class mixture q from a Dirichlet distribution around the data set's mixture p, and samples records
 according to q without replacement. All replicas draw simultaneously and equally often; once a class
-is exhausted, the others are drawn in proportion to q. Each record thus belongs to one replica, and
-all replicas own equal numbers (fewer than n records are left out). The alternative, which divides
-each class among the replicas (Yurochkin et al., 2019), leaves some replicas with few records.
+is exhausted, the remaining classes are drawn in proportion to q. Each record thus belongs to at
+most one replica, and all replicas own equally many (fewer than n records are left out). The
+alternative, which divides each class among the replicas (Yurochkin et al., 2019), leaves some
+replicas with few records.
 
 Papers define alpha differently. Here it is a pseudo-count per class, q ~ Dirichlet(alpha * p /
 sum(p**2)), which for K equally large classes is Dirichlet(alpha, ..., alpha): the alpha of Acar et
@@ -14,9 +15,9 @@ arXiv:2102.04761) and later papers that compare with them. The alpha of Hsu et a
 pseudo-counts, K times as large. Dividing by sum(p**2) instead of multiplying by K makes alpha
 insensitive to tiny classes, however many there are. The mean of q is p, and
 `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1 (one class per replica) for alpha -> 0, and
-sum(p**2) (the mixture p everywhere) for alpha -> infinity. These formulas describe the draws. With
-a small alpha, the partition is less skewed, because all records are assigned and classes run out.
-Publish the output of `Partition.report`, not only alpha.
+sum(p**2) (the mixture p everywhere) for alpha -> infinity. These formulas describe the draws. For
+small alpha, the partition is less skewed than the draws, because all records are assigned and
+classes run out. Publish the output of `Partition.report`, not only alpha.
 
 For a different number of replicas, the partition is drawn again.
 """
@@ -37,8 +38,8 @@ class Partition:
     Attributes:
       alpha: the argument of `dirichlet`.
       class_names: (K,) strings, the classes that occur.
-      class_sizes: (K,) int64, records of each class in the whole data set.
-      counts: (n, K) int64, records of each class that each replica owns.
+      class_sizes: (K,) int64, the number of records of each class in the whole data set.
+      counts: (n, K) int64, the number of records of each class that each replica owns.
       owned: (n, N // n) int64, the indices of a replica's records, ascending.
     """
 
@@ -63,17 +64,17 @@ class Partition:
         return self.owned[replica]
 
     def total_variation(self) -> float:
-        """The mean total variation, 0 to 1, between the labels of a replica and of all data.
+        """The mean total variation distance, 0 to 1, between a replica's labels and all labels.
 
-        It is half the sum of absolute differences: the share of the replica's records whose label
-        would have to change.
+        The distance is half the sum of absolute differences between the shares of the labels: the
+        share of the replica's records whose label would have to change.
         """
         shares = self.counts / self.records_per_replica
         whole = self.class_sizes / self.class_sizes.sum()
         return float(np.abs(shares - whole).sum(axis=1).mean() / 2)
 
     def summary(self) -> dict[str, object]:
-        """Numbers for summary.json."""
+        """The partition's entry in summary.json."""
         return {
             "name": "dirichlet",
             "alpha": self.alpha,
@@ -82,7 +83,7 @@ class Partition:
         }
 
     def report(self) -> str:
-        """The partition in two lines of text, for people."""
+        """A description of the partition in two lines of text."""
         return (
             f"data.partition dirichlet, alpha {self.alpha:g}, over {len(self.class_names)} classes:"
             f" {self.num_replicas} replicas with {self.records_per_replica:,} records each;\nmean"
@@ -112,7 +113,7 @@ def dirichlet(
       >>> partition.counts.shape, partition.counts.sum(axis=1).tolist()
       ((4, 10), [250, 250, 250, 250])
     """
-    random = np.random.default_rng([seed, 0])  # [seed]: the order of the records, see loader
+    random = np.random.default_rng([seed, 0])  # equals default_rng(seed), which loader does not use
     classes, labels, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     mixtures = _log_mixtures(sizes / len(labels), num_replicas, alpha, random)
     counts = _share_out(mixtures, sizes, len(labels) // num_replicas, random)
@@ -175,17 +176,17 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
     """(n, K) int64: how many records of each class each replica takes; rows add up to `each`.
 
-    This has the same distribution as drawing one record at a time in random order, and redrawing if
-    a class is exhausted.
+    The counts have the same distribution as drawing one record at a time in random order, and
+    redrawing if a class is exhausted.
     """
     counts = np.zeros(log_mixtures.shape, np.int64)
     need, left = np.full(len(counts), each), sizes.astype(np.int64)
-    while need.any():  # at most K + 1 times: every pass uses up a class, except the last
+    while need.any():  # at most K + 1 times: every pass but the last exhausts a class
         rows, has = np.flatnonzero(need), np.flatnonzero(left)
         logs = log_mixtures[np.ix_(rows, has)]
         weights = np.exp(logs - logs.max(axis=1, keepdims=True))
         taken = random.multinomial(need[rows], weights / weights.sum(axis=1, keepdims=True))
-        for k in np.flatnonzero(taken.sum(axis=0) > left[has]):  # each draw has the same chance
+        for k in np.flatnonzero(taken.sum(axis=0) > left[has]):  # keep a random subset of the draws
             taken[:, k] = random.multivariate_hypergeometric(
                 taken[:, k], left[has[k]], method="marginals"
             )
@@ -200,7 +201,7 @@ def _choose_records(labels, sizes, counts, random) -> np.ndarray:
     n, num_classes = counts.shape
     order = random.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]  # class after class
-    parts = np.concatenate([counts, [sizes - counts.sum(axis=0)]])  # the last is left out
+    parts = np.concatenate([counts, [sizes - counts.sum(axis=0)]])  # the last row is left out
     owner = np.repeat(np.tile(np.arange(n + 1), num_classes), parts.T.ravel())
     by_owner = order[np.argsort(owner, kind="stable")]
     each = len(labels) // n

@@ -22,15 +22,15 @@ from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import Json, read_json, write_atomic
 
 _LOCK = "owner.lock"
-_PART_BYTES, _PARTS = 1 << 16, 1024  # read of files that are too large to read at every start
+_PART_BYTES, _PARTS = 1 << 16, 1024  # that `checksum` reads of files too large to read in full
 LISTED_FILES = 1000  # a manifest names at most this many inputs
 
 
 class Kind(NamedTuple):
     """A kind of prepared folder."""
 
-    command: str  # written by `decent-jax prepare COMMAND`
-    format: str  # the entry `format` of its manifest, with a version
+    command: str  # COMMAND of `decent-jax prepare COMMAND`, which writes such folders
+    format: str  # the entry `format` of their manifests, with a version
 
 
 def read_manifest(folder: str | Path, kind: Kind) -> Json:
@@ -53,21 +53,21 @@ def read_manifest(folder: str | Path, kind: Kind) -> Json:
 
 
 def is_whole(folder: str | Path, kind: Kind) -> bool:
-    """Whether the folder is of this kind and its files have the hashes of its manifest."""
+    """Whether the folder is of this kind and its files have the hashes in its manifest."""
     try:
         entries = objects_within(read_manifest(folder, kind))
         files = [(x["file"], x["sha256"]) for x in entries if "file" in x and "sha256" in x]
         return all(sha256_file(Path(folder) / name) == sha256 for name, sha256 in files)
-    except (DataError, OSError, TypeError):  # the entry of a name may be anything
+    except (DataError, OSError, TypeError):  # a damaged manifest may hold values of any type
         return False
 
 
 def find_or_make(out: Path, find: Callable[[], Json | None], make: Callable[[bool], Json]) -> Json:
     """The manifest returned by `find` or, if that is None, by `make`.
 
-    Several processes may do this at the same time: one folder wins, and all return its manifest.
-    The argument of `make` is whether it may replace `out`. It may not if a folder has appeared
-    since `find`, because another process is about to read that folder.
+    Several processes may call this at the same time: one folder wins, and all return its manifest.
+    The argument of `make` is whether it may replace `out`. It may not if `out` did not exist
+    before `find`: another process is about to read a folder that has appeared since.
     """
     replaceable = out.exists()
     if (manifest := find()) is not None:
@@ -151,7 +151,7 @@ class Draft:
 
         Args:
           entries: entries of the manifest besides its format, files and versions.
-          packages: the packages whose versions it records.
+          packages: the packages whose versions the manifest records.
 
         Raises:
           DataError: a folder that may not be replaced has appeared at `out`.
@@ -179,7 +179,7 @@ class Draft:
         while True:
             check_out(self.out, self.kind, overwrite=self.overwrite)
             try:
-                os.rename(self.folder, self.out)  # only onto nothing or an empty folder
+                os.rename(self.folder, self.out)  # fails unless `out` is missing or an empty folder
                 return
             except OSError:
                 if not self.out.exists():
@@ -216,7 +216,7 @@ def recorded(path: Path) -> Json:
 
 
 def checksum(paths: Sequence[Path]) -> int:
-    """A checksum of files: of all bytes up to 64 MiB, else of 1,024 parts spread over them."""
+    """A checksum of files: of all bytes up to 64 MiB in total, else of about 1,024 spread parts."""
     step = max(_PART_BYTES, sum(os.path.getsize(path) for path in paths) // _PARTS)
     sums = 0
     for path in paths:
@@ -239,7 +239,7 @@ def check_size(path: Path, wanted: int) -> None:
 
 
 def chosen(digest: bytes, share: float) -> bool:
-    """Whether a record with this hash belongs to a share of all records, from 0 to 1."""
+    """Whether a record with this hash is in a pseudo-random `share` (0 to 1) of all records."""
     return int.from_bytes(digest[:8], "big") / 2**64 < share
 
 
@@ -249,7 +249,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Removes the drafts of `out` that dead runs have left, and what is left of removed ones."""
+    """Removes the drafts of `out` that dead runs left behind, including partly removed ones."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-{'[0-9a-f]' * 12}"):
         with contextlib.suppress(FileNotFoundError), open(folder / _LOCK, "r+b") as lock:
             if not _flock(lock):

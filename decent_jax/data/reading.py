@@ -74,7 +74,7 @@ def kind_of(name: str) -> str:
 
 
 def counted(left_out: dict[str, int]) -> str:
-    """The counts of kinds in words, the largest first.
+    """The counts of kinds as text, the largest first; at most 20 kinds are named.
 
     >>> counted({".csv": 1, ".bz2": 3})
     '3 .bz2, 1 .csv'
@@ -102,7 +102,7 @@ def one_sentence(place: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def entries_of(path: str | Path, otherwise: str) -> Iterator[None]:
-    """A context for entries of a JSON file: DataError, `otherwise`, if one is missing or absurd."""
+    """A context that raises DataError(`otherwise`) if an entry of a JSON file is missing or bad."""
     try:
         yield
     except DataError:
@@ -120,14 +120,14 @@ def objects_within(tree: object) -> Iterator[Json]:
         yield from objects_within(inner)
 
 
-PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # the endings of names that `opened` unpacks
+PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # last suffixes of files that `opened` can read
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """`with opened(path) as (file, raw)`: the decompressed content, and the file itself.
 
-    The suffix tells the compression; .zst needs pyarrow, from the extra ``text``.
+    The suffix determines the compression; .zst needs pyarrow, from the extra ``text``.
     """
     with open(path, "rb") as raw:
         if (open_packed := _OPEN.get(path.suffix.lower())) is None:
@@ -153,9 +153,9 @@ _OPEN: dict[str, Callable[..., Any]] = {
 
 
 def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
-    """The rest of a file; DataError if it has more than `most` bytes.
+    """The remaining bytes of a file; DataError if there are more than `most`.
 
-    A small compressed file may decompress to more than any machine's memory.
+    The limit matters because a small compressed file may decompress to more than fits into memory.
 
     >>> import io
     >>> read_at_most(io.BytesIO(b"four"), 4, "text.gz")
@@ -171,7 +171,7 @@ def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
 
 
 def read_line(file: IO[bytes], most: int, place: str) -> bytes:
-    """The next line with its end, empty after the last; DataError if it exceeds `most` bytes."""
+    """The next line with its line end, b"" after the last; DataError if it exceeds `most` bytes."""
     line = file.readline(most + 1)
     if len(line) > most:
         raise DataError(f"{place}: is longer than {format_bytes(most)}; split it or remove it")

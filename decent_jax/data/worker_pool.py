@@ -21,16 +21,16 @@ from decent_jax.ground.errors import DataError
 from decent_jax.ground.progress import progress_bar
 
 _MOST = 32  # processes per core
-SMALL_BYTES = 8 << 20  # starting workers takes longer than working on less than this
+SMALL_BYTES = 8 << 20  # starting workers takes longer than processing less than this
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_work: Callable[..., object]  # in a worker process: what it was started for
+_work: Callable[..., object]  # in a worker process: the function to call for each task
 
 
 def how_many(workers: int | None, *, small: bool) -> int:
-    """How many processes to use.
+    """The number of processes to use.
 
     Args:
       workers: the user's choice; None means one per core that this process may use.
@@ -65,7 +65,7 @@ def encode(
 
     Args:
       tasks, work, workers: as for `results`.
-      add: takes a result in this process; returns how much of `total` that was.
+      add: handles a result in this process; returns the share of `total` that is thereby done.
       total: the total of the progress bar on stderr, in `unit`.
       desc: the label of the bar.
     """
@@ -88,9 +88,9 @@ def results(
     work itself.
 
     Args:
-      work: pickled once for each process, so it may carry large keyword arguments.
-      tasks: pickled one at a time.
-      workers: how many processes.
+      work: function that is pickled once for each process, so it may carry large keyword arguments.
+      tasks: arguments of `work`, pickled one at a time.
+      workers: number of processes.
 
     Raises:
       DataError: a worker process died.
@@ -137,17 +137,18 @@ def _call(task: object) -> object:
 
 
 def of_its_parent(*_: int) -> None:
-    """Let this process, which another one has started, end when that one does."""
+    """Makes this process end as soon as the process that started it has ended."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
 @contextlib.contextmanager
 def deaf_to_signals() -> Iterator[None]:
-    """Context for starting processes that Ctrl-C, SIGTERM and SIGHUP do not end.
+    """A context for starting processes that Ctrl-C, SIGTERM and SIGHUP do not end.
 
-    They inherit this thread's signal mask; a signal to this process arrives after the context.
+    The processes inherit this thread's signal mask. A signal to this process arrives after the
+    context.
     """
-    _start_tracker()  # it would take the mask away
+    _start_tracker()  # if started within the context, it would unblock SIGINT and SIGTERM
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -157,9 +158,10 @@ def deaf_to_signals() -> Iterator[None]:
 
 
 def _start_tracker() -> None:
-    """Start multiprocessing's resource tracker, which ignores the other two signals by itself.
+    """Starts multiprocessing's resource tracker, without its warnings and ignoring SIGHUP.
 
-    It removes a batch that a stopped reader left in shared memory, and need not warn about it.
+    The tracker ignores SIGINT and SIGTERM by itself. It removes batches that a stopped reader left
+    in shared memory, about which it need not warn.
     """
     sys.warnoptions.append(quiet := "ignore:resource_tracker")  # multiprocessing passes them on
     with handled(signal.SIGHUP, signal.SIG_IGN):
@@ -176,7 +178,7 @@ def _die_with_parent() -> None:
 
 @contextlib.contextmanager
 def handled(number: int, handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
-    """Context in which a signal has another handler, as it has in processes that start there."""
+    """A context in which a signal has another handler; processes started in it inherit SIG_IGN."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

@@ -1,6 +1,6 @@
 """Prepared folders of labelled images, stored in ArrayRecord shards.
 
-A prepared folder holds shards (`train-00000.array_record`, ..., and likewise for `val`),
+A prepared folder holds shards (`train-00000.array_record`, ..., `val-00000.array_record`, ...),
 `manifest.json` and `bad_files.jsonl`. A record consists of the label (int32) and the length of the
 name (uint16), both little-endian, the name in UTF-8, and the image file byte for byte. Records are
 in the order of `image_folder`, so the manifest's class counts determine all labels.
@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<iH")
 _WRITER = "group_size:1,uncompressed"  # random access; JPEG does not compress any further
 # For random access, the calling thread reads, and nothing is read ahead.
 _READER = {"options": "readahead_buffer_size:0,max_parallelism:0", "file_reader_buffer_size": 32768}
-_OPEN_FILES = 512  # at most, of a split; the usual limit of a process is 1024
+_OPEN_FILES = 512  # the most open shards of a split; a process's usual limit is 1024 files
 
 
 def pack_record(data: bytes, label: int, name: str) -> bytes:
@@ -113,7 +113,7 @@ class ImageFolderWriter(Draft):
     Leaving the `with` without `commit` removes everything.
 
     Attributes:
-      bad: the name of each image that is left out, and the reason; the caller fills this list.
+      bad: the name and the reason of each image that is left out; the caller fills this list.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.
@@ -144,7 +144,7 @@ class ImageFolderWriter(Draft):
         """Renames the finished folder into place and returns its manifest.
 
         Args:
-          left_out: how many files of each kind were not read.
+          left_out: the number of files of each kind that were not read.
 
         Raises:
           DataError: a split has no image, or another process's folder has appeared at `out`.
@@ -201,6 +201,6 @@ def _named(file: str) -> Iterator[None]:
     """A context that turns the errors of array_record while it writes into an OSError."""
     try:
         yield
-    except RuntimeError as error:  # array_record's only kind
+    except RuntimeError as error:  # the only type that array_record raises
         reason = str(error).partition(";")[0]
         raise OSError(f"{file}: cannot be written ({reason})") from None

@@ -18,8 +18,8 @@ from decent_jax.data.images import jpeg
 from decent_jax.data.images.image_folder import Mirrored
 from decent_jax.ground.errors import DataError
 
-AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's area
-RATIO = (3 / 4, 4 / 3)  # of a training crop's width to its height
+AREA = (0.08, 1.0)  # range of a training crop's area, as a share of the picture's area
+RATIO = (3 / 4, 4 / 3)  # range of a training crop's aspect ratio, width / height
 _TRIES = 10
 
 cv2.setNumThreads(0)  # pictures are processed in parallel, not the rows of a picture
@@ -42,8 +42,8 @@ class TrainImages:
       size: height and width of a training image, in pixels.
       whole: whether to take the largest centred square instead of a random part, for small images
         that are shifted later.
-      alternate: the seed that selects about half of the images, which are mirrored in epochs 0, 2,
-        ...; the others are mirrored in epochs 1, 3, ... If it is None, no image is mirrored.
+      alternate: seed that selects about half of the images, which are mirrored in epochs 0, 2, ...;
+        the other half is mirrored in epochs 1, 3, ... None mirrors no image.
 
     Attributes:
       fixed: whether `augment` uses no random numbers, so a record always gives the same image.
@@ -74,7 +74,7 @@ class TrainImages:
         return Mirrored(*record) if mirrored else record
 
     def of_epoch(self, index: int, epoch: int) -> int:
-        """The number of the record to read for `index` in this epoch."""
+        """The index to read for image `index` in this epoch: its own or its mirror image's."""
         mirrored = self._half is not None and not (epoch - self._half[index]) % 2
         return index + mirrored * len(self)
 
@@ -131,8 +131,8 @@ class EvalImages:
 def random_box(random: np.random.Generator, height: int, width: int) -> Box:
     """A random box in a picture, with an area share in `AREA` and an aspect ratio in `RATIO`.
 
-    If none of ten draws fits into the picture, it is the largest centred box with an allowed ratio.
-    Ratios are log-uniform (torchvision's RandomResizedCrop; Szegedy et al., 2015).
+    If none of ten draws fits into the picture, the result is the largest centred box with an
+    allowed ratio. Ratios are log-uniform (torchvision's RandomResizedCrop; Szegedy et al., 2015).
     """
     low, high = np.log(RATIO)
     for _ in range(_TRIES):

@@ -188,7 +188,7 @@ def _triangle(u, v):
 
 
 def _star(u, v):
-    """A star with five tips, folded onto half a tip, which a straight edge bounds."""
+    """A five-pointed star, folded onto half a point, which is bounded by one straight edge."""
     half = np.float32(np.pi / 5)
     angle = np.abs((np.arctan2(v, u) + half) % (2 * half) - half)
     radius = np.hypot(u, v)

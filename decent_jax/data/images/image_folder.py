@@ -1,6 +1,6 @@
 """Labelled images by index, each with bytes, label and name, in any of three layouts.
 
-`open_images` recognises the layout: class folders, a prepared folder or a TFDS folder.
+`open_images` recognizes the layout: class folders, a prepared folder or a TFDS folder.
 
 Classes are numbered in the order of their names (code points). Images are sorted by class, then by
 name. Class folders and a folder prepared from them therefore have the same record and label at each
@@ -63,7 +63,7 @@ class ImageFiles:
       class_names: (K,) strings, the classes of the training set in both splits.
       labels: (N,) int64, indices into `class_names`.
       layout: "class folders", "prepared" or "TFDS".
-      left_out: how many files of each kind are not read.
+      left_out: the number of files of each kind that are not read.
       fingerprint: a checksum of names, sizes, and the beginning and end of each picture; 0 if
         `whole_images` has not checked them.
     """
@@ -148,7 +148,7 @@ def whole_images(path: str | Path, split: str) -> ImageFiles:
 
 
 def check_bad(bad: Sequence[str], total: int) -> None:
-    """Raises DataError if more than a tenth of all images are in ``bad``, names with reasons."""
+    """Raises DataError if ``bad``, names with reasons, lists more than a tenth of all images."""
     if len(bad) > MOST_BAD * total:
         raise DataError(
             f"at least {len(bad)} of {total} images are broken, more than a tenth "
@@ -238,7 +238,7 @@ def _subfolders(folder: str) -> list[str]:
 def _by_table(
     table: str, by_folder: dict[str, list[str]], left_out: Counter[str]
 ) -> dict[str, list[str]]:
-    """{class: its pictures} by a table, from {folder: its pictures}; names include the folder."""
+    """{class: its pictures, as FOLDER/NAME} by a table, from {folder: its pictures}."""
     with one_sentence(table), open(table, encoding="utf-8", errors="surrogateescape") as file:
         rows = [line.rstrip("\n").split("\t") for line in file if line.strip()]
     if wrong := next((number for number, row in enumerate(rows, 1) if len(row) < 2), 0):

@@ -1,14 +1,14 @@
 """Decodes the bytes of image files: JPEG with libjpeg-turbo, everything else with Pillow.
 
 libjpeg-turbo decodes at 1/2, 1/4 or 1/8 of the size for less than the full cost, because it drops
-frequencies before it transforms them; a caller that needs a small picture passes `shrink`. Most
-files store colours at half the resolution; the decoder repeats them instead of interpolating
-(`fastupsample`): crops were 6% faster and differed by 0.3 of 255 on average. (Its fast DCT would
-gain another 2% and differ by 0.9.)
+high frequencies before the inverse transform. A caller that needs a small picture passes `shrink`.
+Most files store colours at half the resolution; the decoder repeats each value instead of
+interpolating (`fastupsample`), which made crops 6% faster and changed them by 0.3 of 255 on
+average. (The fast DCT would gain another 2%, for a difference of 0.9.)
 
-Pillow reads what libjpeg-turbo's binding does not: CMYK files (ImageNet has some), files of other
-kinds (one PNG file in ImageNet is named .JPEG), and files with stray bytes. A file that neither of
-them reads to the end is an error: a truncated photograph would otherwise be half grey.
+Pillow reads the files that libjpeg-turbo's binding does not: CMYK files (ImageNet has some), files
+of other kinds (one PNG file in ImageNet is named .JPEG), and files with stray bytes. A file that
+neither of them reads to the end is an error, because a truncated photograph would be half grey.
 """
 
 import io
@@ -85,7 +85,7 @@ def _decode_turbo(data: bytes, shrink: int, header: Header) -> np.ndarray | None
 def _decode_pillow(data: bytes, shrink: int) -> np.ndarray:
     with _open(data) as image:
         try:
-            if image.mode.startswith("I;16"):  # convert would make all but the darkest white
+            if image.mode.startswith("I;16"):  # convert would clip almost all pixels to white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):
                 raise ValueError(f"pixels of mode {image.mode} have no known range")

@@ -25,8 +25,8 @@ from decent_jax.data.images.image_folder import (
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import Json
 
-_TOGETHER = 32  # images of a task: some megabytes on their way back
-_FEW_IMAGES = 1000  # starting workers takes longer than decoding so many
+_TOGETHER = 32  # images per task, so that a worker returns some megabytes at a time
+_FEW_IMAGES = 1000  # starting workers takes longer than decoding fewer images
 
 
 def prepare(
@@ -44,8 +44,8 @@ def prepare(
     Args:
       source: the folder with the images.
       out: the folder to make.
-      workers: processes; None means one per core, or only this one for a few images.
-      overwrite: replace a folder that an earlier call made, once the new one is complete.
+      workers: number of processes; None means one per core, or only this one for a few images.
+      overwrite: whether to replace an earlier call's folder, once the new one is complete.
 
     Returns:
       The manifest: class names, and for each split its shards and the numbers of images, bytes and
@@ -100,7 +100,7 @@ def _tasks(images: dict[str, ImageFiles]) -> Iterator[_Range]:
 
 
 def _check(task: _Range, images: dict[str, ImageFiles]) -> list[tuple[EncodedImage, str]]:
-    """Each image, with what is wrong with it or ""."""
+    """Each image of a task, with the reason why it is broken, or ""."""
     checked = []
     for index in range(task.start, task.stop):
         image, reason = images[task.split][index], ""
@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(manifest: Json) -> Iterator[str]:
-    """What the command prints about a finished folder."""
+    """The lines that the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         bad = f", {entry['bad']:,} broken left out" if entry["bad"] else ""
         yield f"{split:5} {entry['records']:>12,} images {entry['bytes'] / 1e6:>12,.1f} MB{bad}"

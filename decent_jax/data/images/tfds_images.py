@@ -72,7 +72,7 @@ class TfdsImages:
 
     @functools.cached_property
     def labels(self) -> np.ndarray:
-        """The labels, (N,) int64. TFDS has them only in the records, so this reads all records."""
+        """The labels, (N,) int64, which only the records hold; this therefore reads all records."""
         labels = []
         for start in range(0, len(self), _BLOCK):
             block = self._read(range(start, min(start + _BLOCK, len(self))))

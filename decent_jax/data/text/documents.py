@@ -1,8 +1,9 @@
 """Text files as streams of documents: .txt, .jsonl (both also compressed), .parquet.
 
 `chunks`, in the reading process, cuts the inputs into chunks of about a megabyte; `documents`, in a
-worker, turns a chunk into texts. Neither holds more than a few chunks. Only a .txt file, which is
-one document, is held whole. JSON lines are parsed here: pyarrow's reader cannot name a bad line.
+worker, turns a chunk into texts. Neither holds more than a few chunks in memory. The exception is
+a .txt file: it is one document, which is held whole. JSON lines are parsed here, because pyarrow's
+reader cannot name a bad line.
 """
 
 import dataclasses
@@ -30,16 +31,16 @@ from decent_jax.ground.format import shorten, shown
 from decent_jax.ground.json_files import check_regular
 
 CHUNK_BYTES = 1 << 20
-LONGEST_LINE = 1 << 28  # bytes of a line, and so of a document, in a .jsonl file
-ROWS = 256  # rows of a parquet chunk
+LONGEST_LINE = 1 << 28  # bytes of a line, and thus of a document, in a .jsonl file
+ROWS = 256  # rows per parquet chunk
 
-_LINES = (".jsonl", ".ndjson", ".jsonlines")  # suffixes of one format
+_LINES = (".jsonl", ".ndjson", ".jsonlines")  # suffixes of the same format
 _KINDS = {
     **{f".txt{packed}": "txt" for packed in PACKED},
     **{f"{name}{packed}": "jsonl" for name in _LINES for packed in PACKED},
     ".parquet": "parquet",
 }
-_NAMED = (".md", ".py", ".html", ".rst", ".tex")  # read only if the file itself is named
+_NAMED = (".md", ".py", ".html", ".rst", ".tex")  # read as .txt, if the file itself is given
 _READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(PACKED[1:])}) or .parquet"
 
 
@@ -76,7 +77,7 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
     """The readable files under `inputs`, each file once, a folder's files in sorted order.
 
     Returns:
-      The files, and how many files of each kind in the folders are not read.
+      The files, and for each kind the number of files in the folders that are not read.
 
     Raises:
       DataError: a path is missing, a file is of another kind, or a folder has no readable file.
@@ -116,7 +117,7 @@ def check_sources(
     """Checks sources by reading the beginning of each.
 
     Raises:
-      DataError: documents cannot be read, or a source is both in `sources` and in `held_out`.
+      DataError: documents cannot be read, or a source is in both `sources` and `held_out`.
     """
     trained = {source.path.resolve() for source in sources}
     for source in held_out:
@@ -131,19 +132,19 @@ def check_sources(
 
 
 def chunks(sources: list[DocumentSource], field: str) -> Iterator[Chunk]:
-    """The chunks of the sources, in order; `field` is the one that holds the text of a record."""
+    """The chunks of the sources, in order; `field` names the field that holds a record's text."""
     for source in sources:
         with one_sentence(source.path):
             yield from _CHUNKERS[source.kind](source, field)
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
-    """The texts of a chunk; DataError with the file and the bad line, row or byte."""
+    """The texts of a chunk; a DataError names the file and the bad line, row or byte."""
     path = chunk.source.path
     with one_sentence(path):
         if chunk.source.kind == "txt":
             with opened(path) as (file, _):
-                most = machine.memory_bytes() // 16  # held as text, as bytes and as tokens
+                most = machine.memory_bytes() // 16  # held as bytes, text and tokens at once
                 text = _decode(read_at_most(file, most, path), path, 0)
             return [text.removeprefix("\ufeff")]
         if chunk.source.kind == "jsonl":
@@ -219,7 +220,7 @@ def _decode(data: bytes, path, offset: int) -> str:
 
 def _json_text(line: str, path: Path, row: int, field: str) -> str:
     try:
-        record = json.loads(line.removeprefix("\ufeff"))  # joined files have marks inside
+        record = json.loads(line.removeprefix("\ufeff"))  # each of several joined files has a mark
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
         raise DataError(f"{path}, line {row}: not valid JSON ({why})") from None

@@ -1,7 +1,7 @@
 """Turns text into `train.bin` and `val.bin`: `decent-jax prepare text`.
 
-Memory does not grow with the corpus. A hash of a document's text decides its split, so copies of a
-document stay together.
+Memory use does not grow with the corpus. A hash of a document's text decides its split, so all
+copies of a document are in the same split.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import Json
 
-_MOST_CHUNKS = 256  # that a worker process receives at once
+_MOST_CHUNKS = 256  # the most chunks that a worker process receives at once
 
 # The source, a digest of the text and the ids of a document.
 Encoded = tuple[DocumentSource, bytes, np.ndarray]
@@ -53,8 +53,8 @@ def prepare(
       val: the share of the documents, in (0, 1), for `val.bin` (a single text file is one document,
         whose last part is taken), or the files and folders of the validation documents.
       text_field: the JSON field or parquet column with the text.
-      workers: processes; None means one per core, or only this one for a few megabytes.
-      overwrite: replace a folder that an earlier call made, once the new one is complete.
+      workers: number of processes; None means one per core, or only this one for a few megabytes.
+      overwrite: whether to replace an earlier call's folder, once the new one is complete.
 
     Returns:
       The manifest: for each split its hash and the numbers of documents and tokens; the names of
@@ -105,7 +105,7 @@ def prepare(
 
 
 def _of_characters(sources: list[DocumentSource], field: str) -> Tokenizer:
-    """The tokenizer of all characters of the sources, which it reads once."""
+    """A tokenizer of all characters in the sources; reads the sources once."""
     characters: set[str] = set()
     for chunk in documents.chunks(sources, field):
         characters.update(*documents.documents(chunk, field))
@@ -115,7 +115,8 @@ def _of_characters(sources: list[DocumentSource], field: str) -> Tokenizer:
 def _of_given(held_out: list[DocumentSource]) -> Callable:
     """Returns a function that assigns the parts of a document to splits, by its source.
 
-    A training document that occurred in the validation set, which comes first, is assigned to none.
+    A training document that equals a validation document is assigned to no split. Validation
+    documents must therefore come first.
     """
     validation, seen = set(held_out), set()
 
@@ -129,7 +130,10 @@ def _of_given(held_out: list[DocumentSource]) -> Callable:
 
 
 def _by_hash(sources: list[DocumentSource], val_fraction: float) -> Callable:
-    """The same, by a hash of the text; of a single text file the last part is for validation."""
+    """Returns a function that assigns a document to a split, by a hash of its text.
+
+    A single text file is cut in two instead, and its last part is for validation.
+    """
     single = len(sources) == 1 and sources[0].kind == "txt"
 
     def split_of(source: DocumentSource, digest: bytes, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -142,7 +146,7 @@ def _by_hash(sources: list[DocumentSource], val_fraction: float) -> Callable:
 
 
 def _tasks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """The chunks, those of small files together."""
+    """Lists of consecutive chunks; those of small files are grouped."""
     task: list[Chunk] = []
     for chunk in chunks:
         task.append(chunk)
@@ -221,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(manifest: Json) -> Iterator[str]:
-    """What the command prints about a finished folder."""
+    """The lines that the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         share = 100 * entry["unknown"] / entry["tokens"]
         more = f", {share:.2g}% of them unknown to the tokenizer" if share else ""

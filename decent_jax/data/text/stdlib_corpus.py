@@ -8,7 +8,7 @@ Documents are the `.py` sources of the standard library and the prose topics of 
 - tables and generated files: `encodings`, `lib2to3` (grammars), `pydoc_data` (its topics are
   separate documents), `_sysconfigdata*.py` and `config-*` (they describe one machine);
 - `__pycache__`, `lib-dynload`, `ensurepip` (wheels), hidden folders;
-- sources that are not UTF-8, empty ones, and repetitions of an earlier one.
+- sources that are not UTF-8 or are empty, and copies of an earlier source.
 """
 
 import contextlib
@@ -38,12 +38,13 @@ _FILES_OUT = re.compile(r"test_.*|_sysconfigdata.*")
 def build(out_dir: str | Path) -> Json:
     """The manifest of the corpus's prepared folder `out_dir`, which is created if necessary.
 
-    Takes about a second. An intact folder from this interpreter's library is kept; one from
-    another interpreter is replaced. Several processes may call it at the same time.
+    Creating it takes about a second. An intact folder from this interpreter's library is kept; a
+    folder from another interpreter is replaced. Several processes may call this function at the
+    same time.
 
     Returns:
-      The manifest of `decent-jax prepare text`, with `corpus_sha256`, which changes with the
-      documents.
+      A manifest like that of `decent-jax prepare text`, with the entry `corpus_sha256`, a hash of
+      the documents.
 
     Raises:
       DataError: `out_dir` exists and is not such a folder, or the interpreter has no sources.

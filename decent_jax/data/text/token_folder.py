@@ -39,7 +39,8 @@ class TokenWindows:
     Args:
       path: a file of raw little-endian ids.
       seq_len: tokens that a model reads at once, at least 1.
-      dtype: the dtype of the ids, see `token_type`; None: the manifest next to the file gives it.
+      dtype: the dtype of the ids, see `token_type`; None means that of the manifest next to the
+        file.
 
     Raises:
       DataError: the file is missing, ends within a token or is shorter than a window.
@@ -81,7 +82,7 @@ class TokenWindows:
 
 
 class ShiftedWindows(TokenWindows):
-    """Windows that start at any token, as in nanoGPT: a new position at every visit.
+    """Windows that start at a new random token at every visit, similar to nanoGPT's.
 
     Item i is the range of at most ``2 * seq_len`` tokens from which `augment` draws window i.
     """
@@ -121,13 +122,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def token_type(path: str | Path, vocab_size: int) -> np.dtype:
-    """The dtype of a file's ids: its manifest's, or the widest with all ids below `vocab_size`.
+    """The dtype of a file's ids: its manifest's, or the widest that reads ids below `vocab_size`.
 
     With too narrow a dtype, half of the ids would read as 0; with too wide a dtype, two ids would
     become one large number.
 
     Raises:
-      DataError: no dtype fits the vocabulary, or the file does not hold only ids.
+      DataError: no dtype fits the vocabulary, or the file holds anything but ids.
     """
     if (Path(path).parent / "manifest.json").exists():
         return _manifest_type(path)
@@ -160,7 +161,7 @@ _OTHER_FILES = {
 
 
 def _check_order(path: str | Path, ids: np.ndarray) -> None:
-    """Raises DataError if only bytes at fixed places are 0: ids are wider, or bytes are swapped."""
+    """Raises DataError if zeros recur at fixed places: ids are wider, or bytes are swapped."""
     if len(ids) < 128:
         return
     zero = [(ids[k::8] == 0).mean() for k in range(8)]
@@ -175,7 +176,8 @@ def _check_order(path: str | Path, ids: np.ndarray) -> None:
 def check_vocab(path: str | Path, vocab_size: int) -> None:
     """Raises DataError if the `.bin` file `path` holds an id >= `vocab_size`.
 
-    The manifest in the file's folder has the largest id; without a manifest, it reads the file.
+    The largest id is read from the manifest in the file's folder; without a manifest, the whole
+    file is read.
     """
     path = Path(path)
     largest = None

@@ -11,7 +11,7 @@ HF_CONFIG = "tokenizer_config.json"
 # Names of the end-of-document token in published tokenizers.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 DROPPED = "decent_jax: dropped"
-_BYTES = {f"<0x{number:02X}>" for number in range(256)}  # of `byte_fallback`
+_BYTES = {f"<0x{number:02X}>" for number in range(256)}  # the tokens of `byte_fallback`
 
 
 def end_token(
@@ -42,9 +42,9 @@ def end_token(
 def for_documents(saved: Json, end: str, number: int) -> bytes:
     """Changes a tokenizer.json to encode whole documents, so that ids depend only on the text.
 
-    Truncation, padding, post-processing and dropout are turned off. The end of a document is a
-    special token, which no text matches; text that the model's vocabulary would still turn into it
-    is split after its first character. The change is idempotent.
+    Truncation, padding, post-processing and dropout are turned off. The end-of-document token
+    becomes a special token, which is not matched in text. If the model's vocabulary also contains
+    it, its spelling in a text is split after the first character. The change is idempotent.
     """
     added = [x for x in saved.get("added_tokens") or [] if x["id"] != number]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -86,7 +86,7 @@ def showing_what_is_dropped(saved: Json) -> Json | None:
     if "merges" not in model or model.get("unk_token"):
         return None
     pieces = set(model["vocab"])
-    # With a prefix or suffix, a vocabulary may have a byte only at one place of a word.
+    # With a prefix or suffix, a vocabulary may have a byte for only one position in a word.
     placed = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     whole = '"ByteLevel"' in steps and not placed and bytewise <= pieces
     if whole or (model.get("byte_fallback") and pieces >= _BYTES):

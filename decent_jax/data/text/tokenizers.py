@@ -46,7 +46,7 @@ class Tokenizer:
       name: `"bytes"`, `"chars"` or `"tokenizer.json"`.
       vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
-      unknown: the id for text outside the vocabulary, -1 if there is none.
+      unknown: the id for text outside the vocabulary, or -1 without such an id.
       files: the files that decoding needs, as {name: content}; the prepared folder keeps them.
     """
 
@@ -62,7 +62,7 @@ class Tokenizer:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, `dtype` of shape (tokens,), without a separator.
+        """The ids of `text` without a separator, of shape (tokens,) and type `dtype`.
 
         Lone surrogates, which a JSON string can hold, become U+FFFD.
         """
@@ -82,7 +82,7 @@ class Tokenizer:
         }
 
     def hf_files(self) -> dict[str, bytes]:
-        """Files for `transformers.AutoTokenizer`; empty if it has no such tokenizer."""
+        """{name: content} of files for `transformers.AutoTokenizer`; {} if it has no equivalent."""
         return {}
 
     def save_files(self, folder: str | Path) -> None:
@@ -111,7 +111,7 @@ class ByteTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     """Characters, numbered by code point; the id after the last one separates documents.
 
-    For tiny Shakespeare these are nanoGPT's 65 ids. NULs are dropped.
+    For tiny Shakespeare, they are nanoGPT's 65 ids. NULs are dropped.
 
     Args:
       alphabet: text with every character; order and repetitions do not matter.
@@ -150,7 +150,7 @@ class HFTokenizer(Tokenizer):
 
     Args:
       content: the content of a ``tokenizer.json``.
-      end: the token that ends a document, or its id; None: the file's only candidate.
+      end: the token that ends a document, or its id; None means the file's only candidate.
       eos: the ``eos_token`` of the tokenizer_config.json next to it, if there is one.
 
     Raises:
@@ -328,7 +328,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """``ids`` as int64; ValueError for one that is outside the vocabulary."""
+    """``ids`` as int64; ValueError if an id is outside the vocabulary."""
     ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
     bad = ids[(ids < 0) | (ids >= vocab_size)]
     if bad.size:
@@ -344,7 +344,7 @@ def _download() -> bytes:
     library: Any = tokenizers.Tokenizer  # which has no types
     try:
         return library.from_pretrained(GPT2).to_str().encode()
-    except Exception as error:  # the hub's, the proxy's, the disk's
+    except Exception as error:  # from the hub, a proxy or the disk
         raise DataError(
             f"the gpt2 tokenizer cannot be downloaded ({type(error).__name__}); fetch the"
             f" tokenizer.json of {GPT2}, and pass --tokenizer FILE.json"
@@ -353,7 +353,7 @@ def _download() -> bytes:
 
 @contextlib.contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """DataError for errors of the library: untyped exceptions, and Rust panics."""
+    """A context that turns the library's untyped exceptions and Rust panics into DataError."""
     try:
         yield
     except DataError:

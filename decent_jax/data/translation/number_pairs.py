@@ -1,8 +1,8 @@
 """The translation quickstart's corpus: numbers in English and German words, without a download.
 
 Each pair is the same sentence in both languages, with numbers up to 999,999: counts, prices,
-ordinals, years. The two languages order the digits differently ("twenty-one", "einundzwanzig") and
-German writes a number as one word, so there is something to translate, and every answer can be
+ordinals, years. The two languages order the digits differently ("twenty-one", "einundzwanzig"), and
+German writes a number as one word. The task is therefore not trivial, yet every answer can be
 checked. num2words spells the numbers.
 
 >>> english(427_003), english(21, "ordinal")
@@ -33,14 +33,14 @@ from decent_jax.ground.json_files import Json
 SPLITS = ("train", "val", "test")
 LARGEST = 999_999
 
-_SMALL = 100  # smaller numbers are all for training: they contain every word there is
+_SMALL = 100  # all smaller numbers are for training, because larger ones are built from them
 _COUNTS = {"train": 40_000, "val": 500, "test": 500}  # pairs of the quickstart
 _VOCAB_SIZE = 400
 
 
-@functools.cache  # num2words needs 0.3 ms
+@functools.cache  # num2words takes 0.3 ms per number
 def english(n: int, to: str = "cardinal") -> str:
-    """``n``, from 0 to 999,999, in words; ``to`` is "cardinal" or "ordinal"."""
+    """``n``, from 0 to 999,999, in English words; ``to`` is "cardinal" or "ordinal"."""
     rest = n % 1000
     if n < 1000 or not rest:
         return num2words(n, to=to)
@@ -49,7 +49,7 @@ def english(n: int, to: str = "cardinal") -> str:
 
 @functools.cache
 def german(n: int, to: str = "cardinal") -> str:
-    """Likewise; an ordinal as after "die"."""
+    """``n`` in German words, as for `english`; an ordinal has the form that follows "die"."""
     rest = n % 1000
     if to == "ordinal" and n % 100 == 0:
         return german(n) + "ste"  # num2words has "hundertste", without "ein"
@@ -59,7 +59,7 @@ def german(n: int, to: str = "cardinal") -> str:
 
 
 def split_of(n: int) -> str:
-    """The split of ``n``: "train" for small numbers and for 18 of 20 larger ones."""
+    """The split of ``n``: "train" for small numbers and for about 18 of 20 larger ones."""
     if n < _SMALL:
         return "train"
     part = hashlib.blake2b(str(n).encode(), digest_size=8).digest()[0] % 20
@@ -90,7 +90,7 @@ def sentences(split: str, *, seed: int) -> Iterator[tuple[str, str]]:
 def build(out: str | Path) -> Json:
     """The manifest of the quickstart's prepared folder ``out``, which is created if necessary.
 
-    Takes a few seconds. Several processes may call it at the same time.
+    Creating it takes a few seconds. Several processes may call this function at the same time.
 
     Raises:
       DataError: ``out`` exists and is not such a folder.
@@ -108,7 +108,7 @@ def _make(out: Path, overwrite: bool) -> Json:
 
 
 def _found(out: Path) -> Json | None:
-    """The manifest of ``out`` where that is the quickstart's, whole and of this version."""
+    """The manifest of ``out``, or None unless it is an intact quickstart folder of this version."""
     try:
         splits = read_manifest(out)["splits"]
         hashes = [file["sha256"] for file in splits["val"]["text"]]

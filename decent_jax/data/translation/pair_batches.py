@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 class TokenBatches:
-    """The pairs on which every replica trains at every step.
+    """The assignment of sentence pairs to steps and replicas, in blocks of a few shapes.
 
     A bucket has one shape and the pairs whose longer side lies between two lengths. Each epoch
     shuffles the pairs of a bucket, cuts them into steps and shuffles the steps of all buckets: it
@@ -40,14 +40,15 @@ class TokenBatches:
     have the same shape, and the pairs are dealt to them by length, back and forth, so that all get
     nearly the same number of tokens.
 
-    Rows are chosen to fill a bucket's steps equally; no step exceeds `2 * tokens` with padding,
-    unless a single pair per replica does. At most one row of a block is empty.
+    The number of rows is chosen such that a bucket's steps are equally full. No step exceeds
+    `2 * tokens` with padding, unless a single pair per replica does. At most one row of a block is
+    empty.
 
     Args:
       lengths: (N, 2) integers, the tokens of the source and target of every pair, at least 1.
       tokens: the number of source tokens, and of target tokens, per step over all replicas;
         `2 * tokens` bounds their sum, including padding.
-      num_replicas: n.
+      num_replicas: n, the number of replicas.
       seed: an integer >= 0; determines the order.
       shapes: the maximum number of shapes. Each is compiled once (per round of a schedule).
       shuffle: whether to shuffle; False takes the pairs by length, in the same order every epoch.
@@ -153,7 +154,7 @@ class TokenBatches:
         places = np.concatenate([np.arange(steps) for steps in self._steps])
         if not self.shuffle:
             return buckets, places, self._members
-        # an independent sequence per epoch: seed 1 is not seed 0 an epoch later
+        # an independent sequence per epoch: seed 1 is not seed 0 one epoch ahead
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
         orders = [rng.permutation(own) for own in self._members]
         shuffled = rng.permutation(len(buckets))
@@ -185,7 +186,7 @@ def _edges(longer: np.ndarray, most: int) -> np.ndarray:
     """
     pairs = np.bincount(longer).cumsum()  # number of pairs of at most this length
     length = np.arange(len(pairs))
-    # [i, j]: the room of the pairs longer than i, and up to j, padded to j
+    # [i, j]: the tokens, with padding to length j, of all pairs longer than i and up to j
     room = (pairs[None] - pairs[:, None]) * length[None]
     room[length[:, None] > length[None]] = np.iinfo(np.int64).max // 4
     least, before = room[0], []

@@ -1,12 +1,12 @@
 """Prepared folders of sentence pairs: how they are written, and blocks of pairs read from them.
 
-A prepared folder holds for each split (`train`, `val`, and possibly `test`)
+A prepared folder holds these files for each split (`train`, `val`, and possibly `test`):
 
 * `SPLIT.ids`: token ids, uint16 little-endian, for each pair the source's, then the target's;
 * `SPLIT.lengths`: (pairs, 2) uint16 little-endian, the number of ids of each side;
-* `SPLIT.offsets`: (pairs,) int64 little-endian, the position in the ids at which each pair begins;
+* `SPLIT.offsets`: (pairs,) int64 little-endian, the position in the ids at which each pair begins.
 
-for `val` and `test` also the original sentences, `val.en` and so on, one per line. The folder also
+The original sentences of `val` and `test` are in `val.en` and so on, one per line. The folder also
 holds the joint vocabulary, `vocabulary.model`, and `manifest.json`. Ids do not include padding (0),
 start (2) or end (3).
 """
@@ -35,7 +35,7 @@ read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
 
 
 def is_whole(folder: str | Path) -> bool:
-    """Whether `folder` is a prepared folder whose files have the hashes of its manifest."""
+    """Whether `folder` is a prepared folder whose files have the hashes in its manifest."""
     if not prepared_folder.is_whole(folder, KIND):
         return False
     try:
@@ -45,7 +45,9 @@ def is_whole(folder: str | Path) -> bool:
 
 
 class TranslationPairs:
-    """The pairs of a split of a prepared folder, memory-mapped; an unpickled copy opens them again.
+    """The pairs of one split of a prepared folder.
+
+    The files are memory-mapped; an unpickled copy opens them again.
 
     Attributes:
       manifest: the folder's manifest.
@@ -81,8 +83,8 @@ class TranslationPairs:
     def check(self) -> None:
         """Raises DataError if lengths and offsets do not match the ids, or an id is too large.
 
-        In `val` and `test`, a sentence that was changed or is too long to translate is an error,
-        too. Reads all files once, in about a second per gigabyte.
+        In `val` and `test`, a sentence that was changed or is too long to translate is also an
+        error. The check reads all files once, in about a second per gigabyte.
         """
         lengths = self.lengths.sum(1, dtype=np.int64)
         ends = lengths.cumsum()
@@ -124,7 +126,7 @@ class TranslationPairs:
         return loaded
 
     def sentences(self, side: int) -> list[str]:
-        """The original sources (side 0) or targets (side 1), which only val and test keep."""
+        """The original sources (side 0) or targets (side 1), kept only for val and test."""
         entry = self.manifest["splits"][self.split]
         if "text" not in entry:
             raise DataError(f"{self.folder}: keeps no text of its split {self.split!r}")
@@ -160,8 +162,8 @@ class PairBlocks:
     A block is a dictionary of `source`, int32 (R, S); `target`, int32 (R, T), from the start id to
     the end id; and `weight`, float32 (R,), 1 for a pair and 0 for an empty row. Padding is 0, and
     an empty row is all padding. A decoder reads `target[:, :-1]` and predicts `target[:, 1:]`. All
-    blocks of a step have one shape, `batches.shape(step)`, whose `target` is T - 1: the positions
-    that the decoder computes.
+    blocks of a step have one shape, `batches.shape(step)`, whose `target` is T - 1, the number of
+    positions that the decoder computes.
 
     Args:
       pairs: the pairs of a split.
@@ -251,7 +253,7 @@ class TranslationFolderWriter(Draft):
         self.languages = languages
         self.pairs: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.tokens: dict[str, np.ndarray] = {split: np.zeros(2, np.int64) for split in SPLITS}
-        self._with_text: set[str] = set()  # splits
+        self._with_text: set[str] = set()  # the splits with original sentences
 
     def add(self, split: str, ids: np.ndarray, lengths: np.ndarray, text=None) -> None:
         """Appends n pairs.

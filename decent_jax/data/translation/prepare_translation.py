@@ -1,8 +1,8 @@
 """Turns sentence pairs into token ids for training: `decent-jax prepare translation`.
 
-All cores read the input twice: once to clean, count and hash the pairs, which gives the vocabulary
-and the duplicates; once to write the remaining pairs as ids. Memory holds one hash per pair and the
-distinct words, not the text.
+The workers read the input twice. The first reading cleans, counts and hashes the pairs, which gives
+the vocabulary and the duplicates; the second writes the remaining pairs as ids. Memory holds one
+hash per pair and the distinct words, not the text.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import Json
 from decent_jax.ground.progress import announce
 
-VOCAB_SIZE = 37120  # of From Promise to Practice, for English and German
-MAX_SUBWORDS = 156  # of the same paper, which truncates longer sentences
+VOCAB_SIZE = 37120  # as in From Promise to Practice, for English and German
+MAX_SUBWORDS = 156  # as in the same paper, which truncates longer sentences
 
-_RATIO, _SLACK = 2.0, 5  # the longer side has at most 2 times the shorter's subwords and 5
-_COPIED_WORDS = 4  # names and numbers are equal in both languages, longer sentences are not
-_MOST_WORDS = 8_000_000  # distinct ones in memory; above it, words seen only once are dropped
+_RATIO, _SLACK = 2.0, 5  # the longer side has at most 2 times the shorter's subwords plus 5
+_COPIED_WORDS = 4  # equal sides of fewer words may be names or numbers
+_MOST_WORDS = 8_000_000  # distinct words in memory; beyond, words seen only once are dropped
 
 # The fate of a pair: a split, as in `SPLITS`, or the filter that drops it
 _TRAIN, _VAL, _TEST, _EMPTY, _COPIED, _DUPLICATE, _HELD_OUT, _LONG, _RATIO_OFF = range(9)
@@ -75,15 +75,15 @@ def prepare(
       inputs: folders, or prefixes of parallel files.
       out: the folder to make.
       languages: the languages to translate from and to, as in the file names: `("en", "de")`.
-      val, test: prefixes; None takes those that an input folder holds. A number `val` is the share
-        of the training pairs to use for validation, chosen by a hash of the source sentence.
-      vocab_size: ids of the joint vocabulary, including 4 special ones and 256 bytes.
-      workers: processes; None means one per core, or only this one for a few megabytes.
-      overwrite: replace a folder that an earlier call made, once the new one is complete.
+      val, test: prefixes; None takes the pairs that an input folder holds. A number `val` is the
+        share of the training pairs to use for validation, chosen by a hash of the source sentence.
+      vocab_size: number of ids in the joint vocabulary, including 4 special ones and 256 bytes.
+      workers: number of processes; None means one per core, or only this one for a few megabytes.
+      overwrite: whether to replace an earlier call's folder, once the new one is complete.
 
     Returns:
       The manifest: pairs, tokens and hashes of each split, names of the inputs, the vocabulary's
-      hash, and for each filter how many pairs it dropped.
+      hash, and the number of pairs that each filter dropped.
 
     Raises:
       DataError: the arguments or the data are wrong; the message is one sentence.
@@ -124,18 +124,18 @@ def prepare(
 
 
 class _Part(NamedTuple):
-    """Lines of a stream, for a worker."""
+    """A worker's task: lines of a stream."""
 
     stream: int
     split: str
     lines: Lines
-    fates: np.ndarray | None = None  # uint8, of the first reading
+    fates: np.ndarray | None = None  # uint8, from the first reading
 
 
 def _encode(
     tasks: Iterable[_Part], folder: TranslationFolderWriter, vocabulary: Subwords, options: Json
 ) -> dict[str, int]:
-    """Writes the pairs in subwords; how many pairs each filter dropped."""
+    """Writes the pairs as subwords; returns the number of pairs that each filter dropped."""
     fates = np.zeros(_RATIO_OFF + 1, np.int64)
 
     def add(task: _Part, encoded: tuple[np.ndarray, list[tuple]]) -> int:
@@ -150,7 +150,7 @@ def _encode(
 
 
 def _tasks(streams: Streams, fates: list[np.ndarray] | None = None) -> Iterator[_Part]:
-    """All lines, and in the second reading their fates; DataError where a file has changed."""
+    """All lines, in the second reading with their fates; DataError if a file has changed."""
     for i, (split, source) in enumerate(streams):
         start = 0
         for lines in source.blocks():
@@ -167,7 +167,7 @@ class _Survey:
 
     Attributes:
       fates: for each stream, (pairs,) uint8, the split of each pair or the filter that drops it.
-      words: how often each word of the training pairs occurs.
+      words: the number of occurrences of each word in the training pairs.
     """
 
     def __init__(self, streams: Streams):
@@ -218,13 +218,13 @@ def _first_fate(source: str, target: str, split: str, val_fraction: float) -> in
         return _COPIED
     if not val_fraction:
         return _TRAIN
-    # of the source alone, so that a sentence with several translations is in one split
+    # a hash of the source alone, so that all translations of a sentence are in one split
     digest = hashlib.blake2b(source.encode(), digest_size=8, key=b"0").digest()
     return _VAL if chosen(digest, val_fraction) else _TRAIN
 
 
 def _drop_repeated(hashes: np.ndarray, fates: np.ndarray, training: np.ndarray) -> None:
-    """Marks training pairs that occurred before or are held out; arrays (pairs,).
+    """Marks training pairs that repeat an earlier or a held-out pair; all arrays are (pairs,).
 
     64 bits suffice: the probability of any collision among 36 million different pairs is 1 in
     28000.
@@ -236,7 +236,7 @@ def _drop_repeated(hashes: np.ndarray, fates: np.ndarray, training: np.ndarray) 
 
 
 def _encode_lines(task: _Part, vocabulary: Subwords) -> tuple[np.ndarray, list[tuple]]:
-    """(the final fates, what to write: (split, ids, (n, 2) lengths, text) of each split)."""
+    """(final fates, [(split, ids, (n, 2) lengths, text) to write, for each split])."""
     assert task.fates is not None
     fates = task.fates.copy()
     remaining = np.flatnonzero(fates < _EMPTY)
@@ -276,12 +276,12 @@ def _normalized(lines: Lines) -> Iterator[tuple[str, str]]:
         try:
             yield normalize(sides[0].decode()), normalize(sides[1].decode())
         except UnicodeDecodeError as error:
-            place = lines.places[0 if error.object == sides[0] else 1]  # it holds a copy
+            place = lines.places[0 if error.object == sides[0] else 1]  # the error holds a copy
             raise DataError(f"{place}, line {lines.line + i}: invalid UTF-8") from None
 
 
 def _line(sentence: bytes) -> str:
-    """The original sentence on one line, which BLEU compares with."""
+    """The original sentence on one line, as a reference for BLEU."""
     return " ".join(sentence.decode().removeprefix("\ufeff").split())
 
 
@@ -366,7 +366,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(manifest: Json) -> Iterator[str]:
-    """What the command prints about a finished folder."""
+    """The lines that the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         tokens = " ".join(f"{count:>14,} {name}" for name, count in entry["tokens"].items())
         yield f"{split:5} {entry['pairs']:>12,} pairs {tokens} tokens"

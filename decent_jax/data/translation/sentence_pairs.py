@@ -1,8 +1,8 @@
 """Sentence pairs from parallel files.
 
 A source always yields its pairs in the same blocks of undecoded lines. Only a line feed ends a
-line: web text is full of other characters that Python's text files treat as line ends, each of
-which would shift all pairs that follow.
+line. Web text is full of other characters that Python may treat as line ends, such as a lone
+carriage return; each of them would shift all pairs that follow.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ class PairSource:
     """Sentence pairs in two files, one sentence per line.
 
     Attributes:
-      name: its name in the manifest, which is the same on every machine.
+      name: the source's name in the manifest, which is the same on every machine.
       files: the file of sources and the file of targets.
-      size: bytes of both, for progress.
+      size: the size of both files in bytes, for the progress bar.
     """
 
     def __init__(self, source: Path, target: Path):
@@ -85,7 +85,7 @@ def _lines(path: Path):
     """`with _lines(path) as (lines, raw)`: an iterator of bytes, and the file on the disk."""
 
     def lines(file) -> Iterator[bytes]:
-        with one_sentence(path):  # an error here is not about the other side, also open
+        with one_sentence(path):  # or the context of the other side, also open, would name its path
             for number in itertools.count(1):
                 line = read_line(file, _LONGEST_SENTENCE, f"{path}, line {number}")
                 if not line:
@@ -113,7 +113,7 @@ def find_inputs(
     """The sources that the paths name.
 
     A path is a prefix (`train` for `train.en` and `train.de`, each plain or compressed) or, for
-    training, a folder of such files, which may hold validation and test pairs too.
+    training, a folder of such files, which may also hold validation and test pairs.
 
     Args:
       inputs: the paths.

@@ -1,8 +1,9 @@
 """A joint vocabulary of subwords for two languages: byte pair encoding by sentencepiece.
 
-Why sentencepiece: its training is a function of the counted words alone (sorted, one thread),
+We use sentencepiece because its training depends only on the counted words (sorted, one thread),
 unknown characters fall back to bytes, and its single file can be read in many programming
-languages. (Hugging Face's tokenizers, in training, may break ties by hash order: its issue 1794.)
+languages. (Training with Hugging Face's tokenizers may break ties by hash order, see its issue
+1794.)
 
 >>> vocabulary = train({"new": 9, "newer": 5, "lower": 4, "low": 3}, size=280)
 >>> ids = vocabulary.encode("newer  “lower” ☃")
@@ -29,13 +30,13 @@ from decent_jax.ground.json_files import read_bytes
 FILE = "vocabulary.model"
 PAD, UNKNOWN, START, END = SPECIAL = range(4)
 LARGEST = 1 << 16  # ids are stored in 16 bits
-LONGEST = 1024  # subwords of a sentence to translate; memory grows with the square
+LONGEST = 1024  # subwords of a sentence to translate; memory grows with their square
 
 _BYTES = 256
 _COVERAGE = 0.9999  # share of the characters with a subword; the rarest are spelled in bytes
 
-# Variants of characters, as word processors insert them. Guillemets and the dash "–" stay: they are
-# correct French and German.
+# Variants of characters, as word processors insert them. Guillemets and the dash "–" are kept,
+# because they are correct French and German.
 SAME = {
     "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
     '"': "\u201c\u201d\u201e\u201f\u2033",
@@ -44,7 +45,7 @@ SAME = {
     " ": "\u2581",  # sentencepiece's own sign for a space
 }
 _REPLACEMENT = {character: plain for plain, others in SAME.items() for character in others}
-# control characters but white space, soft hyphens, zero widths, directions, byte order marks
+# control characters except white space, soft hyphens, zero-width characters, direction marks, BOMs
 REMOVED = "\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff"
 _CHANGED, _REMOVED = re.compile(f"[{''.join(_REPLACEMENT)}]"), re.compile(f"[{REMOVED}]")
 
@@ -52,9 +53,9 @@ _CHANGED, _REMOVED = re.compile(f"[{''.join(_REPLACEMENT)}]"), re.compile(f"[{RE
 def normalize(text: str) -> str:
     """The text in a canonical spelling.
 
-    It is in NFC, with one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and
-    dashes (`–`), without control characters, soft hyphens or zero-width spaces, and with single
-    spaces between words and none around them. Normalizing it again changes nothing.
+    The result is in NFC, with one sign each for apostrophes (`'`), double quotes (`"`), hyphens
+    (`-`) and dashes (`–`), without control characters, soft hyphens or zero-width spaces, and with
+    single spaces between words and none around them. Normalizing it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
@@ -120,7 +121,7 @@ def load(folder: str | Path) -> Subwords:
         if not model:  # sentencepiece does not report an empty file
             raise RuntimeError
         return Subwords(model)
-    except RuntimeError:  # sentencepiece's only kind
+    except RuntimeError:  # the only type that sentencepiece raises
         raise DataError(f"{path}: is damaged, or not a sentencepiece model") from None
 
 
@@ -279,7 +280,7 @@ def _one_of(characters: str) -> str:
 
 
 def _merges(pieces: list[str]) -> list[tuple[str, str]]:
-    """The pairs of pieces that join to another piece, in the order of that piece."""
+    """The pairs of pieces whose concatenation is also a piece, in the order of the latter."""
     known = set(pieces[len(SPECIAL) :])
     return [
         (piece[:cut], piece[cut:])
