@@ -1,9 +1,9 @@
-"""airbench94 (Jordan, 2024), which learns CIFAR-10 in 8 epochs: its network and its optimizer.
+"""The network and the optimizer of airbench94 (Jordan, 2024), which learns CIFAR-10 in 8 epochs.
 
 Source: github.com/KellerJordan/cifar10-airbench, airbench94_muon.py. A frozen first layer whitens
 patches of 2x2 pixels. Three groups of two convolutions follow, whose first filters are initialized
 as the identity. `resnet` has the functions that use the network. The optimizer is Muon for filters
-and SGD for the rest.
+and SGD for all other parameters.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from decent_jax.models.resnet import BatchNorm, Conv
 PATCH = 2  # pixels, side of a patch that is whitened
 _PATCH_EPSILON = 5e-4  # added to the variances of patches
 
-_BATCH = 2000  # images; the source sums their losses, and here the loss is their mean
+_BATCH = 2000  # images; the source sums their losses, whereas the loss here is their mean
 # Rates and weight decay as published, for that sum; the rate of the filters is the run's.
 _FILTERS, _BIASES, _HEAD, _DECAY = 0.24, 0.053, 0.67, 2e-6 * _BATCH
 _WHITENED = 3 / 8  # share of the run in which the biases after the whitening are trained
@@ -119,7 +119,7 @@ class Group(nnx.Module):
 
 
 def _identity(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Filters ``(3, 3, I, O)``: the first I return their inputs, the others are drawn uniformly."""
+    """Filters ``(3, 3, I, O)``: the first I copy their inputs, the others are drawn uniformly."""
     random = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")(key, shape, dtype)
     same = jnp.zeros(shape, dtype).at[1, 1].set(jnp.eye(*shape[2:], dtype=dtype))
     return jnp.where(jnp.arange(shape[3]) < shape[2], same, random)

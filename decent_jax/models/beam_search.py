@@ -53,7 +53,8 @@ def beam_search(
       params: as `transformer.init` returns them.
       source: ``(B, S)`` int32, `PAD` after the sentence. A row of only padding, which fills up a
         batch, gets an empty hypothesis.
-      beam: hypotheses to keep. 1 is greedy search: the likeliest token each time, until `END`.
+      beam: number of hypotheses to keep. 1 is greedy search: the likeliest token each time, until
+        `END`.
       alpha: exponent of the length penalty, at least 0; 0 favours short sentences, 1 comes close
         to the mean log probability of a token.
       max_extra: a hypothesis has at most this many tokens more than its source. One that reaches
@@ -138,7 +139,7 @@ def _start(batch: int, beam: int, longest: int) -> _State:
     return _State(
         step=jnp.int32(0),
         alive_tokens=tokens,
-        # One start, not `beam` equal ones: they would have equal continuations forever.
+        # One start, not `beam` equal ones, which would have equal continuations forever.
         alive_scores=nothing.at[:, 0].set(0.0),
         finished_tokens=tokens,
         finished_scores=nothing,
@@ -155,7 +156,7 @@ def _best(state: _State, penalties: jax.Array) -> Hypotheses:
 
 
 class _Decoder:
-    """The decoder, one token at a time, for sentences that are encoded once.
+    """The decoder, run one token at a time, for sentences that are encoded once.
 
     Args:
       model: from `transformer.merge`, within this trace.
@@ -170,8 +171,8 @@ class _Decoder:
         self.memories = [layer.cross_attention.keys_values(memory) for layer in self.layers]
 
     def __call__(self, tokens, step, cache):
-        """Log probabilities ``(B, beam, V)`` float32 of what follows the token at ``step`` of
-        ``tokens`` ``(B, beam, 1 + L)``, and the cache with that token written in."""
+        """Log probabilities ``(B, beam, V)`` float32 of the token after position ``step`` of
+        ``tokens`` ``(B, beam, 1 + L)``, and the cache with the token at ``step`` written in."""
         last = lax.dynamic_index_in_dim(tokens, step, axis=2, keepdims=False)
         # The hypotheses of a sentence take the place of the time axis in training: they are
         # queries to one memory, which therefore needs no copy per hypothesis.

@@ -37,7 +37,7 @@ def init(config: Config, key: jax.Array) -> Params:
 def apply(
     config: Config, params: Params, tokens: jax.Array, dropout_rng: jax.Array | None = None
 ) -> jax.Array:
-    """``GPT2.__call__`` on parameters as `init` returns them; same shapes."""
+    """Applies ``GPT2.__call__``, with the same shapes, to parameters as `init` returns them."""
     return merge(config, params)(tokens, dropout_rng=dropout_rng)
 
 
@@ -105,9 +105,9 @@ def generate(
 ) -> jax.Array:
     """Continues a batch of prompts of one length.
 
-    A token is predicted from the ``context`` tokens before it. While everything fits the context,
-    keys and values are cached and a step costs one token. Beyond it the window slides, every
-    token changes its position, and each step runs the model over the whole window.
+    Each token is predicted from at most ``context`` tokens before it. While the sequence fits into
+    the context, keys and values are cached, and a step computes one token. Beyond that, the window
+    slides: every token changes its position, so each step runs the model over the whole window.
 
     Args:
       config: the model's shape and numerics (static).
@@ -116,7 +116,7 @@ def generate(
       num_tokens: the number of tokens to add (static: each number compiles once).
       key: PRNG key for sampling; unused at temperature 0.
       temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
-      top_k: sample among the k likeliest tokens (static); 0 is all of them.
+      top_k: number of likeliest tokens to sample from (static); 0 means all tokens.
 
     Returns:
       ``(B, P + num_tokens)``, the prompts with their continuations, in the prompts' dtype.

@@ -20,15 +20,16 @@ class GPT2Config:
     Attributes:
       vocab_size: rows of the token embedding and the output layer. 50304, the next multiple of 128,
         is faster on GPUs.
-      context: longest sequence; rows of the position embedding.
+      context: maximum sequence length; rows of the position embedding.
       layers: number of blocks.
       heads: attention heads per block; divides ``width``.
       width: size of a hidden vector.
-      bias: biases in linear layers and LayerNorms; False removes all of them.
+      bias: whether linear layers and LayerNorms have biases.
       dropout: rate for embeddings, attention probabilities and residual branches.
-      dtype: of activations and matrix products; parameters and LayerNorm and softmax statistics are
-        always float32.
-      remat: recompute each block in the backward pass instead of keeping its activations.
+      dtype: dtype of activations and matrix products; parameters and LayerNorm and softmax
+        statistics are always float32.
+      remat: whether to recompute each block in the backward pass instead of keeping its
+        activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
         cuDNN where it applies.
       init_std: standard deviation of the initial matrices and embeddings; a narrow model learns
@@ -75,7 +76,7 @@ class GPT2(nnx.Module):
     Args:
       config: shape and numerics.
       rngs: key for the initial parameters; no random state is kept.
-      start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` is all of them.
+      start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` means the last block.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None):
@@ -86,7 +87,7 @@ class GPT2(nnx.Module):
             self.wte = table(config, config.vocab_size, rngs)
         if start == 0:
             self.add_positions(rngs)
-        # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
+        # String keys instead of a list, so that paths survive JSON, checkpoints and flax's dicts.
         self.h = nnx.Dict({str(i): self.block(rngs) for i in range(self.start, self.stop)})
         if is_last:
             self.add_head(rngs)

@@ -11,7 +11,7 @@ from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
 from decent_jax.models.transformer import END, PAD, START, TransformerConfig
 
-POSITIONS = 2048  # most tokens of a sentence or its translation in `transformers`
+POSITIONS = 2048  # the most tokens of a sentence or its translation in `transformers`
 
 
 def describe(config: decoders.Config | TransformerConfig) -> dict:
@@ -84,7 +84,7 @@ def _transformer(config: TransformerConfig) -> dict:
     }
 
 
-SPECIAL_IDS = {  # a Transformer's, for config.json and generation_config.json
+SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
     "pad_token_id": PAD,
     "bos_token_id": START,
     "eos_token_id": END,
@@ -140,14 +140,14 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     """Raises a one-sentence ValueError if a ``config.json`` does not describe the run's model.
 
     Every key is checked. A key that this model does not support is refused by name; a key that
-    contradicts the run's config is refused with the settings that match. If there is no file,
+    contradicts the run's config is refused with the settings that would match. If there is no file,
     nothing is checked.
 
     Args:
       path: the ``config.json``.
       config: the run's model.
-      own_head: whether the weights have an output layer; a config without tied weights is then
-        correct whatever the file says.
+      own_head: whether the weights have a separate output layer; ``tied=False`` in the run's config
+        is then correct, whatever the file says.
     """
     if not os.path.lexists(path):
         return
@@ -163,7 +163,7 @@ def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     wanted = _complete(kind, wanted)
     try:
         said = _complete(kind, said)
-    except (TypeError, AttributeError, ArithmeticError):  # values of other kinds
+    except (TypeError, AttributeError, ArithmeticError):  # values of other types
         raise ValueError(f"{path}: {otherwise}") from None
     if own_head and not config.tied:
         said["tie_word_embeddings"] = False

@@ -22,7 +22,7 @@ class LlamaConfig:
 
     Attributes:
       vocab_size: rows of the token embedding.
-      context: longest sequence in training; the model has no parameters for positions.
+      context: maximum sequence length; the model has no parameters for positions.
       layers: number of blocks.
       heads: query heads per block; divides ``width``.
       kv_heads: key-value heads, each read by ``heads / kv_heads`` query heads.

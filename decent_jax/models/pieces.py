@@ -1,4 +1,4 @@
-"""What all models share: checks, the functional adapter, layers, attention and the loss."""
+"""The parts that all models share: checks, the functional adapter, layers, attention, the loss."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-Params = dict[str, Any]  # nested, of arrays
+Params = dict[str, Any]  # nested dicts of arrays
 Config = Any  # GPT2Config and others, in modules that import this one
 
 _LAYER_NORM_EPSILON = 1e-5
@@ -90,7 +90,7 @@ def layer_norm(config: Config, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Laye
 
 
 def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    """Dropout: a share ``rate`` of ``x`` becomes 0, the rest is scaled up; ``x`` without a key."""
+    """Sets a share ``rate`` of ``x`` to 0 and scales up all other values; ``x`` without a key."""
     if rng is None:
         return x
     keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
@@ -98,7 +98,7 @@ def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
 
 
 def fold_in(rng: jax.Array | None, data: int) -> jax.Array | None:
-    """A separate key for each use; None stays None."""
+    """The key for use number ``data``; None without a key."""
     return None if rng is None else jax.random.fold_in(rng, data)
 
 
@@ -108,7 +108,7 @@ def implementation(config: Config) -> Any:
         return config.attention
     head_dim = config.width // config.heads
     fits = config.dtype in ("bfloat16", "float16") and head_dim % 8 == 0 and head_dim <= 128
-    device = jax.sharding.get_abstract_mesh().abstract_device  # may be one that is not here
+    device = jax.sharding.get_abstract_mesh().abstract_device  # may be absent from this machine
     gpu = "NVIDIA" in device.device_kind if device else jax.default_backend() == "gpu"
     return "cudnn" if fits and gpu else "xla"
 
@@ -126,20 +126,22 @@ def attention(
     """Scaled dot-product attention, ``(B, T, heads, D)``.
 
     Args:
-      config: has the kernel (``attention``) and the rate of ``dropout``.
+      config: gives the kernel (``attention``) and the rate of dropout (``dropout``).
       query: ``(B, T, heads, D)``.
       key, value: ``(B, S, kv_heads, D)``; ``kv_heads`` divides ``heads``.
-      lengths: ``(B,)`` int32, at least 1, visible keys of each sentence; None: all. Lengths, not a
-        mask: cuDNN turns a mask into a ``(B, heads, T, S)`` bias, and refuses it for odd T or S.
+      lengths: ``(B,)`` int32, at least 1, the number of visible keys of each sentence; None means
+        all. A mask would not do: cuDNN turns it into a ``(B, heads, T, S)`` bias, and refuses it
+        for odd T or S.
       causal: whether position t attends only to keys 0 to t.
-      rng: key for dropout of the probabilities, which are then materialized: slower and larger.
+      rng: key for dropout of the probabilities, which are then materialized, at a cost in time and
+        memory.
     """
     if rng is not None:
         weights = attention_weights(query, key, lengths, causal=causal)
         return weighted(dropout(weights, config.dropout, rng), value)
     kernel = implementation(config)
     # If XLA shards a replica over devices (mesh.fsdp), it cannot partition cuDNN's kernel, so each
-    # device runs one for its examples.
+    # device runs the kernel on its own examples.
     mesh = jax.sharding.get_abstract_mesh()
     axes = mesh.auto_axes if kernel == "cudnn" else ()
     if len(query) % math.prod(mesh.shape[axis] for axis in axes):
@@ -186,21 +188,21 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, label_smoothing: float 
     """Softmax cross-entropy of every position, in nats.
 
     ``loss = (1 - eps) * (-logp[target]) + eps * mean_v(-logp[v])`` with ``logp`` the log-softmax
-    of ``logits`` and ``eps`` the label smoothing; the target's own total weight is therefore
+    of ``logits`` and ``eps`` the label smoothing; the total weight of the target is therefore
     ``1 - eps + eps / V``.
 
     Logits are the largest array of a language model: ``B * T * V``, 6.6 GB in float32 for a
     batch of 32 GPT-2 sequences. The plain formula on bfloat16 logits keeps a float32 copy (or the
     float32 probabilities) from the forward to the backward pass and makes a second one for the
-    gradient. Here the forward pass reduces in float32 as it reads, the only residuals are the
-    logits in their own dtype and one float32 log-sum-exp per position, and the gradient is written
-    in the logits' dtype by one elementwise expression. (XLA's CPU kernels do convert the logits
-    once, for the forward reductions; the backward pass does not read that copy.)
+    gradient. Here the forward pass reduces in float32 as it reads. It keeps only the logits in
+    their own dtype and one float32 log-sum-exp per position, and one elementwise expression writes
+    the gradient in the logits' dtype. (XLA's CPU kernels do convert the logits once, for the
+    forward reductions; the backward pass does not read that copy.)
 
     Args:
       logits: ``(..., V)``, bfloat16, float16, float32 or float64.
-      targets: ``(...)`` integers in ``[0, V)``; outside, the loss is NaN. To ignore a position,
-        give it any valid target and multiply its loss by 0.
+      targets: ``(...)`` integers in ``[0, V)``; the loss of any other target is NaN. To ignore a
+        position, give it any valid target and multiply its loss by 0.
       label_smoothing: ``eps`` in ``[0, 1)``, a Python float.
 
     Returns:

@@ -1,6 +1,6 @@
 """ResNets (He et al., 2016; version 1.5) in Flax NNX, and their functional adapter.
 
-Besides its parameters a ResNet has statistics: the running mean and variance of each batch norm,
+Besides its parameters, a ResNet has statistics: the running mean and variance of each batch norm,
 which training updates without a gradient and evaluation uses to normalize. Parameters and
 statistics are plain nested dicts, and a training step needs only functions of them::
 
@@ -9,9 +9,9 @@ statistics are plain nested dicts, and a training step needs only functions of t
     logits, statistics = train_logits(config, params, statistics, images)
     logits = logits_of(config, params, statistics, images)
 
-They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map`` and
-``lax.scan``. Version 1.5 has the stride of a bottleneck in its 3x3 convolution. Convolutions are
-padded equally on all sides and named as in torchvision, so torchvision's weights fit.
+These functions work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map``
+and ``lax.scan``. Version 1.5 has the stride of a bottleneck in its 3x3 convolution. Convolutions
+are padded equally on all sides and named as in torchvision, so torchvision's weights fit.
 """
 
 import dataclasses
@@ -41,16 +41,16 @@ class ResNetConfig:
     Attributes:
       blocks: number of residual blocks of each stage; every stage after the first halves the
         height and width and doubles the channels.
-      bottleneck: blocks of 1x1, 3x3 and 1x1 convolutions with four times the channels outside,
-        instead of two 3x3 convolutions.
-      width: channels inside the blocks of the first stage.
-      num_classes: outputs.
-      small_images: start with a 3x3 convolution of stride 1, for images of about 32 pixels,
-        instead of a 7x7 convolution and a max pool, both of stride 2.
+      bottleneck: whether blocks have 1x1, 3x3 and 1x1 convolutions, with four times the channels
+        outside, instead of two 3x3 convolutions.
+      width: number of channels inside the blocks of the first stage.
+      num_classes: number of outputs.
+      small_images: whether to start with a 3x3 convolution of stride 1, for images of about 32
+        pixels, instead of a 7x7 convolution and a max pool, both of stride 2.
       momentum: decay of the running statistics per step.
       epsilon: number that batch norm adds to the variances.
-      dtype: of activations and convolutions; parameters, statistics, normalization and the last
-        layer are float32 (float64 in a float64 model).
+      dtype: dtype of activations and convolutions; parameters, statistics, normalization and the
+        last layer are float32 (float64 in a float64 model).
     """
 
     blocks: tuple[int, ...] = (3, 4, 6, 3)
@@ -105,7 +105,7 @@ class ResNet(nnx.Module):
         size, stride = (3, 1) if config.small_images else (7, 2)
         self.conv1 = Conv(3, config.width, size, stride, rngs)
         self.bn1 = BatchNorm(config, config.width)
-        # String keys, not lists: paths then survive JSON, checkpoints and flax's own dicts.
+        # String keys instead of lists, so that paths survive JSON, checkpoints and flax's dicts.
         channels = config.width
         for stage, count in enumerate(config.blocks):
             blocks = {}
@@ -153,7 +153,7 @@ class ResidualBlock(nnx.Module):
         channels = inputs
         for i, (outputs, size, step) in enumerate(_branch(config, stage, stride), start=1):
             setattr(self, f"conv{i}", Conv(channels, outputs, size, step, rngs))
-            # The last scale starts at 0, so the block is the identity (Goyal et al., 2017).
+            # The last scale starts at 0, so the branch starts as 0 (Goyal et al., 2017).
             setattr(self, f"bn{i}", BatchNorm(config, outputs, float(i != self.last)))
             channels = outputs
         self.downsample: Any = nnx.data(None)
@@ -204,7 +204,7 @@ class BatchNorm(nnx.Module):
     def __init__(self, config: Config, channels: int, scale: float | None = 1.0):
         dtype = _wide(config.dtype)
         self.momentum, self.epsilon = config.momentum, config.epsilon
-        self.scale: Any = nnx.data(None)  # 1, and not a parameter
+        self.scale: Any = nnx.data(None)  # no parameter: the scale is 1
         if scale is not None:
             self.scale = nnx.Param(jnp.full(channels, scale, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(channels, jnp.float32))
@@ -251,7 +251,7 @@ def _wide(dtype) -> jnp.dtype:
 
 
 # --- The functional adapter ---------------------------------------------------------------------
-# A config is a ResNetConfig, or that of `airbench`: its ``network`` is the module.
+# A config is a ResNetConfig or an AirbenchConfig; its ``network`` is the module's class.
 
 
 def init(config: Config, key: jax.Array) -> tuple[Params, Statistics]:
@@ -269,14 +269,14 @@ def init(config: Config, key: jax.Array) -> tuple[Params, Statistics]:
 def logits_of(
     config: Config, params: Params, statistics: Statistics, images: jax.Array
 ) -> jax.Array:
-    """Evaluation: ``ResNet.__call__`` with the running statistics; same shapes."""
+    """Logits in evaluation: ``ResNet.__call__`` with the running statistics and the same shapes."""
     return merge(config, params, statistics)(images, train=False)
 
 
 def train_logits(
     config: Config, params: Params, statistics: Statistics, images: jax.Array
 ) -> tuple[jax.Array, Statistics]:
-    """Training: the logits with the statistics of the batch, and the new running statistics."""
+    """Logits in training, with the statistics of the batch, and the new running statistics."""
     model = merge(config, params, statistics)
     logits = model(images, train=True)
     return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
@@ -286,8 +286,9 @@ def batch_moments(config: Config, params: Params, images: jax.Array) -> Statisti
     """Moments of the inputs of each batch norm in this batch, to be averaged over batches.
 
     Returns:
-      Like the statistics, but ``var`` is the mean square instead of the variance. Averages over
-      batches (of equal sizes) remain moments; `from_moments` converts them to statistics.
+      Moments in the form of the statistics, with the mean square instead of the variance as
+      ``var``. Averages over batches (of equal sizes) remain moments; `from_moments` converts them
+      to statistics.
     """
     own = dataclasses.replace(config, momentum=0.0)  # the running statistics become the batch's
     shapes = pieces.shapes(config.network, config, nnx.BatchStat)

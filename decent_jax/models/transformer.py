@@ -1,15 +1,15 @@
 """The encoder-decoder Transformer (Vaswani et al., 2017) in Flax NNX, and its functional adapter.
 
-As in `decoders`, a model is its parameters, a plain nested dict, and pure functions of them::
+As in `decoders`, a model is its parameters, a plain nested dict, which pure functions take::
 
     config = PRESETS["base"]
     params = init(config, jax.random.key(0))
     logits = apply(config, params, source, target_in)
 
-They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map`` and ``lax.scan``.
-Sentences are rows of token ids, padded at the end with `PAD`; padding never influences
-another position. ``target_in`` is the target shifted right: it starts with `START`, and the logits
-at position t predict token t of the target, whose last token is `END`.
+These functions work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map`` and
+``lax.scan``. Sentences are rows of token ids, padded at the end with `PAD`; padding never
+influences another position. ``target_in`` is the target shifted right: it starts with `START`, and
+the logits at position t predict token t of the target, whose last token is `END`.
 """
 
 import dataclasses
@@ -43,9 +43,10 @@ class TransformerConfig:
         and residual branches.
       norm: ``"post"``, LayerNorm after each residual sum, as published; or ``"pre"``, before
         each branch and once more after the last layer (deep models then need no warm-up).
-      dtype: of activations and matrix products; parameters and LayerNorm and softmax statistics are
-        always float32.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      dtype: dtype of activations and matrix products; parameters and LayerNorm and softmax
+        statistics are always float32.
+      remat: whether to recompute each layer in the backward pass instead of keeping its
+        activations.
       attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
         cuDNN where it applies. Dropout of the probabilities materializes them, so a training
         step with ``dropout > 0`` always uses XLA.
@@ -91,7 +92,7 @@ class Transformer(nnx.Module):
         self.config = config
         normal = nnx.initializers.normal(config.width**-0.5)
         self.shared = nnx.Embed(config.vocab_size, config.width, embedding_init=normal, rngs=rngs)
-        # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
+        # String keys instead of a list, so that paths survive JSON, checkpoints and flax's dicts.
         layers = [str(i) for i in range(config.layers)]
         self.encoder = nnx.Dict({i: EncoderLayer(config, rngs=rngs) for i in layers})
         self.decoder = nnx.Dict({i: DecoderLayer(config, rngs=rngs) for i in layers})
@@ -131,7 +132,7 @@ class Transformer(nnx.Module):
           target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
           memory: ``(B, S, width)``, from `encode`.
           source_mask: ``(B, S)`` booleans, ``source != PAD``; True first, then False.
-          rng: key for dropout; not the one passed to `encode`.
+          rng: key for dropout, different from the one passed to `encode`.
 
         Returns:
           Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
@@ -227,7 +228,7 @@ class DecoderLayer(_Layer):
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention of given keys and values; four matrices without biases."""
+    """Multi-head attention to given keys and values, with four matrices and no biases."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -270,8 +271,8 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
 def key_lengths(mask: jax.Array) -> jax.Array:
     """The number of real positions, ``(B,)`` int32, of a mask ``(B, S)`` with padding at the end.
 
-    It is at least 1, because attention to nothing is 0 / 0. A row of only padding, which fills up
-    a batch, thus gives finite numbers, which are ignored.
+    The number is at least 1, because attention to nothing is 0 / 0. A row of only padding, which
+    fills up a batch, thus gives finite numbers, which are ignored.
     """
     return jnp.maximum(mask.sum(axis=-1, dtype=jnp.int32), 1)
 

@@ -4,12 +4,12 @@
   and ``LlamaForCausalLM``, which holds the transpose.
 * Transformers: ``MarianMTModel`` for ``norm="post"``, ``PegasusForConditionalGeneration`` for
   ``norm="pre"``. Both have the sines of the positions in the first half of a hidden vector and the
-  cosines in the second, while ours alternate, so hidden vectors are written in their order. Their
-  linear layers hold ``(outputs, inputs)``, and biases that our layers lack are zeros.
+  cosines in the second. Ours alternate, so the axes of hidden vectors are permuted to that order.
+  Their linear layers hold ``(outputs, inputs)``, and biases that our layers lack are zeros.
 * ResNets: the ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
   stride in the 3x3 convolution). Convolutions are ``(outputs, inputs, height, width)`` there and
   ``(height, width, inputs, outputs)`` here. Networks that torchvision lacks (other blocks, another
-  width, the stem for small images) are named by the same rule.
+  width, the stem for small images) have tensor names by the same rule.
 
 A file is float32 and written atomically. ``transformers`` reads it as ``model.safetensors`` next to
 a ``config.json`` with the result of `decent_jax.models.hf_config.describe`.
@@ -119,7 +119,7 @@ def _write(path: Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, st
 
 # --- Decoders -----------------------------------------------------------------------------------
 
-_PREFIXES = "_orig_mod.", "transformer."  # those of torch.compile and of GPT2LMHeadModel
+_PREFIXES = "_orig_mod.", "transformer."  # of torch.compile and of GPT2LMHeadModel
 _HEAD = "lm_head.weight"
 _OF_VOCABULARY = ("wte.weight", "model.embed_tokens.weight", _HEAD)
 _IGNORED = (".attn.bias", ".attn.masked_bias")
@@ -147,7 +147,7 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
       config: the expected shapes.
 
     Returns:
-      A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
+      A nested dict of float32 NumPy arrays, in the form of `decoders.init`.
 
     Raises:
       ValueError: ``config.json`` describes another model; a tensor is missing, stored twice, not
@@ -265,7 +265,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check_frequencies(stored: np.ndarray, name: str, config: decoders.Config) -> None:
-    """Raises ValueError if a Llama was trained with other rotary frequencies."""
+    """Raises ValueError if the stored rotary frequencies are not those of ``config.rope_theta``."""
     theta, places = getattr(config, "rope_theta", math.nan), np.arange(stored.size) / stored.size
     if not np.allclose(stored, theta**-places, rtol=0.02):  # bfloat16 rounds
         raise ValueError(f"{name} has other frequencies than those of model.rope_theta {theta:g}")
@@ -276,7 +276,7 @@ def save_decoder(
 ) -> None:
     """Writes one model's parameters (no replica dimension), with ``metadata`` in the file's header.
 
-    ``transformers`` has no GPT-2 without biases, so with ``bias=False`` these are written as zeros.
+    ``transformers`` has no GPT-2 without biases, so zero biases are written for ``bias=False``.
 
     Raises:
       ValueError: a parameter is missing or does not have the shape in ``config``.
@@ -286,7 +286,7 @@ def save_decoder(
         with_biases = decoders.shapes(dataclasses.replace(config, bias=True))
         for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
             tensors.setdefault(_GPT2.name(tree_path), np.zeros(leaf.shape, np.float32))
-        if not config.tied:  # next to a separate output layer, the rest has its full name
+        if not config.tied:  # next to a separate output layer, all other tensors have full names
             tensors = {n if n == _HEAD else f"transformer.{n}": x for n, x in tensors.items()}
     _write(path, tensors, metadata)
 
@@ -321,7 +321,7 @@ def _order(width: int) -> np.ndarray:
 
 
 def _reordered(tree_path, value: np.ndarray) -> np.ndarray:
-    """The parameter with the hidden vectors that it reads or writes in that order."""
+    """The parameter, with the hidden vectors that it reads or writes in the order of `_order`."""
     *_, module, leaf = (entry.key for entry in tree_path)
     if module == "ff_in" and leaf == "bias":
         return value
@@ -366,10 +366,9 @@ def describe_resnet(
 
     Args:
       config: the network's shape and numerics.
-      class_names: (num_classes,) in the order of the outputs; None: unknown.
+      class_names: (num_classes,) names in the order of the outputs; None if they are unknown.
       image_size: side of an image in evaluation, in pixels.
-      resize: the shorter side of a photograph is resized to this before the center crop; None: no
-        crop.
+      resize: shorter side of a photograph before the centre crop, in pixels; None means no crop.
     """
     return {
         "architecture": architecture(config),  # null: torchvision has no such network
