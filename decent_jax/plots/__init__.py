@@ -1,4 +1,4 @@
-"""Every picture the project draws, in one style."""
+"""All figures of the project, in one style."""
 
 from decent_jax.ground import extras
 

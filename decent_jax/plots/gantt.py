@@ -1,4 +1,4 @@
-"""The figure of the planner: steps as a Gantt chart."""
+"""The planner's figure: a Gantt chart of steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,11 +26,11 @@ def draw(
     replicas: Sequence[int],
     steps: int = 3,
 ) -> Figure:
-    """Draws the last ``steps`` steps of each run, with compute above network for every replica.
+    """Draws the last ``steps`` steps of each run, compute above communication for every replica.
 
     Args:
-      runs: by title, the events and the time at which each replica ended each step, (steps, n)
-        seconds.
+      runs: by title, the events, and the times at which each replica ended each step, (steps, n)
+        in seconds.
       names: the names of all n replicas.
       replicas: the indices of the replicas to draw.
     """

@@ -29,7 +29,7 @@ _STYLE += "td, th { text-align: left; padding-right: 2em }"
 
 
 def write(runs: Sequence[RunFolder], path: Path) -> Path:
-    """Writes the page of these loaded and labelled runs to ``path``, and returns it."""
+    """Writes the page of these loaded and labelled runs to ``path``, and returns ``path``."""
     title = html.escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
     head = f'<meta charset="utf-8"><meta name="generator" content="{MARK}"><title>{title}</title>'
     parts = [f"<!doctype html>\n{head}<style>{_STYLE}</style><h1>{title}</h1>"]

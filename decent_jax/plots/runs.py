@@ -46,7 +46,8 @@ def plot_runs(
     Metrics that a run did not record are left out.
 
     Args:
-      out: default: curves.png in the folder of a single run, or comparison.png.
+      out: the file to write; None means curves.png in the folder of a single run, or else
+        comparison.png in the current folder.
       mean: whether runs that differ only in their seed become one line, their mean, with a band of
         one standard deviation.
 
@@ -115,7 +116,7 @@ def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
 
 
 def curve(group: Sequence[RunFolder], name: str) -> Curve | None:
-    """The mean of a metric over the runs of a group; None if they have no step of it in common."""
+    """The mean of a metric over the runs of a group; None if not all of them share a step of it."""
     each = [dict(zip(*run.series(name), strict=True)) for run in group]
     steps = np.array(sorted(set.intersection(*map(set, each))), float)
     if not len(steps):
@@ -172,7 +173,7 @@ def _panel(
     if CONSENSUS in names:
         values = np.concatenate([curve.mean for *_, curve in curves])
         style.log_axis(axes, values[values > 0])
-    else:  # without the steep start, which would flatten the rest
+    else:  # without the steep start, which would flatten all that follows
         style.hold(axes, np.concatenate([_late(curve) for *_, curve in curves]))
 
 

@@ -88,7 +88,7 @@ def curve_frame(axes: Axes, text: str, aside: str = "", x: str = "step") -> None
 
 
 def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
-    """Labels a logarithmic axis 0.1, 2 or 500, at these multiples of the powers of ten."""
+    """Labels a logarithmic axis with numbers like 0.1 and 500, at multiples of powers of ten."""
     axis.set_major_locator(LogLocator(subs=tuple(multiples), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())

@@ -53,7 +53,7 @@ class TaskData:
 
 @dataclass(frozen=True)
 class NoModel:
-    """The section ``model`` of a task that has no settings of a model."""
+    """The section ``model`` of a task without model settings."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class TaskModule(Protocol):
     Data: type  # the section "data", a subclass of `decent_jax.tasks.TaskData`
 
     def validate(self, config: TaskConfig) -> None:
-        """Raises ConfigError, one sentence with field and value, before anything compiles."""
+        """Checks a config before anything compiles; raises ConfigError with field and value."""
 
     def make(self, config: TaskConfig, workdir: Path, announce: Announce) -> Task:
         """Returns the task; raises DataError for data that cannot be used."""
@@ -193,7 +193,7 @@ class Task(Protocol):
     def evaluate(
         self, params: PyTree, model_state: PyTree, batch: PyTree, weights: jax.Array
     ) -> dict[str, jax.Array]:
-        """Weighted sums over a batch: ``count``, and for each metric the sum behind its mean."""
+        """Weighted sums over a batch: ``count``, and for each metric the sum to divide by it."""
         ...
 
     def decay_mask(self, params: PyTree) -> PyTree:
@@ -207,7 +207,7 @@ class Task(Protocol):
         ...
 
     def demonstrate(self, params: PyTree, model_state: PyTree) -> str:
-        """Text to show after training, such as a sample; "": none."""
+        """Text to show after training, such as a sample; "" shows nothing."""
         return ""
 
 
@@ -223,7 +223,7 @@ class RecomputesState(Protocol):
         """Moments of one batch, to be averaged over ``recompute_batches`` training batches."""
 
     def from_moments(self, moments: PyTree) -> PyTree:
-        """The ``model_state`` for averages of moments."""
+        """The ``model_state`` that follows from averages of moments."""
 
 
 class TrainedRun(Protocol):

@@ -22,15 +22,15 @@ def normalize(images: Any) -> Any:
 def augment(
     key: jax.Array, images: jax.Array, *, flip: bool, shift: int, border: str = "zeros"
 ) -> jax.Array:
-    """Mirrors half of the images and shifts each by up to ``shift`` pixels.
+    """Mirrors and shifts images at random.
 
     Args:
       key: PRNG key for the random choices.
       images: ``(B, H, W, C)`` floats, normalized.
-      flip: whether to mirror half of the images.
+      flip: whether to mirror each image with probability 1/2.
       shift: the largest shift along each axis, in pixels.
-      border: what fills the gap: ``"zeros"``, or ``"reflect"``, the mirror image of the pixels at
-        the border.
+      border: the pixels that fill the gap: ``"zeros"``, or ``"reflect"`` for the mirror image of
+        the pixels at the border.
 
     Returns:
       The images, with the same shape and dtype.

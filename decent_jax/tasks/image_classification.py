@@ -1,4 +1,4 @@
-"""Image classification with a ResNet, on photographs or on generated pictures."""
+"""Image classification with a ResNet or airbench94, on photographs or on generated pictures."""
 
 import dataclasses
 import functools
@@ -107,7 +107,7 @@ class ImageConfig(TaskConfig):
 
 
 def validate(config: ImageConfig) -> None:
-    """Raises ConfigError for missing data, an impossible shape or an unknown policy."""
+    """Raises ConfigError for missing data, an impossible size or contradictory settings."""
     data = config.data
     size, resize = eval_sizes(data)
     if resize < size:
@@ -210,9 +210,10 @@ class ImageClassification(Task):
 
     Args:
       config: the run's config.
-      train_source: records of such batches by index, with ``class_names`` and ``labels``; or
-        records that its method ``augment`` turns into such records (see `decent_jax.data.loader`).
-      eval_source: records of such batches, from the validation set.
+      train_source: examples of such batches by index, with ``class_names`` and ``labels``; or
+        records that its method ``augment`` turns into such examples (see
+        `decent_jax.data.loader`).
+      eval_source: examples of such batches, from the validation set.
     """
 
     unit = "examples"
@@ -233,7 +234,7 @@ class ImageClassification(Task):
 
     @functools.cached_property
     def whitening(self) -> np.ndarray:
-        """The kernel of the first layer of ``airbench94``, from the first training images."""
+        """The kernel of ``airbench94``'s first layer, from at most 5,000 training images."""
         source = self.train_source
         size = min(_WHITENED_IMAGES, len(source))
         with loader.train_batches(source, seed=0, num_replicas=1, batch_size=size, prefetch=0) as x:
@@ -297,12 +298,12 @@ def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """
     own = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     before = jnp.arange(logits.shape[-1])[None] < labels[:, None]
-    # Not `logits > own`: comparisons with NaN are False, and the label would be first.
+    # Not `logits > own`: comparisons with NaN are False, so the label would rank first.
     return jnp.where(before, ~(logits < own), ~(logits <= own)).sum(axis=-1, dtype=jnp.int32)
 
 
 def _unless_not_finite(new, old):
-    """``new``, or ``old`` if ``new`` is not finite, because running statistics would stay so."""
+    """``new``, or ``old`` if ``new`` is not finite, from which statistics would never recover."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
@@ -314,9 +315,9 @@ class TrainedClassifier(NamedTuple):
     """A trained model with its statistics, from `load`."""
 
     params: Params  # nested dict of float32 host arrays, no replica dimension
-    statistics: Params  # batch-norm statistics of the evaluation, likewise
+    statistics: Params  # the batch-norm statistics of the evaluation, in the same form
     config: Config
-    class_names: tuple[str, ...] | None  # None: the folder of images is not here
+    class_names: tuple[str, ...] | None  # None: the folder of images is missing
     step: int
 
 
@@ -327,7 +328,7 @@ def load(run: TrainedRun) -> TrainedClassifier:
     same training batches, and therefore needs the images.
 
     Raises:
-      ConfigError: the images are needed and missing.
+      ConfigError: the images are needed but missing.
     """
     params, statistics, names = run.params, run.model_state, None
     recomputes = run.config.model.batch_norm_consensus == "recompute"
@@ -357,7 +358,7 @@ def export(run: TrainedRun, out: Path) -> str:
     assert isinstance(model.config, resnet.ResNetConfig)
     size, resize = eval_sizes(data)
     if data.path == GENERATED:
-        size, resize = data.image_size, None  # pictures are drawn at their size
+        size, resize = data.image_size, None  # pictures are generated at this size
     described = weights.describe_resnet(model.config, model.class_names, size, resize)
     about = {"step": str(model.step), "which": run.which}
     weights.save_resnet(out, model.params, model.statistics, model.config, model.step, about)

@@ -109,7 +109,7 @@ def validate(config: Config) -> None:
 
 
 def _check_text(name: str, text: str) -> None:
-    """ConfigError for an argument that the shell passed in an encoding other than UTF-8."""
+    """Raises ConfigError if the shell passed an argument in an encoding other than UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -130,7 +130,7 @@ def model_config(config: Config, tokenizer_vocab: int) -> decoders.Config:
         if value and name not in has:
             why = f"must be 0, because the model of preset {model.preset!r} has none"
             raise ConfigError.about(f"model.{name}", value, why)
-    # 0: the preset's
+    # 0 means the preset's value
     shape = ("layers", "heads", "kv_heads", "width", "hidden", "rope_theta", "norm_epsilon")
     rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
     changes = {name: getattr(model, name) for name in shape if getattr(model, name)}
@@ -202,7 +202,7 @@ class LanguageModeling(Task):
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
         if self.tokenizer is not None:
-            self.tokenizer.encode(self.prompt)  # refused now, not after the last step
+            self.tokenizer.encode(self.prompt)  # an error is raised now, not after the last step
 
     def init(self, key):
         return decoders.init(self.config, key), {}
@@ -387,7 +387,7 @@ def _manifest(folder: Path) -> dict:
 
 
 def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
-    """The manifest's tokenizer; None for a folder of nanoGPT, which names none."""
+    """The manifest's tokenizer; None for a folder made by nanoGPT, which names none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(
@@ -399,7 +399,7 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
 
 
 def _vocab_size(tokenizer: tokenizers.Tokenizer | None, folder: Path, config: Config) -> int:
-    """The vocabulary size by tokenizer, nanoGPT's meta.pkl or config; DataError without these."""
+    """The vocabulary size from tokenizer, nanoGPT's meta.pkl or config; DataError without these."""
     if tokenizer is not None:
         return tokenizer.vocab_size
     if size := token_folder.vocabulary_of(folder) or config.model.vocab_size:

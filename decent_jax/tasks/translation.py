@@ -26,7 +26,7 @@ from decent_jax.tasks.translator import ALPHA, BEAM, Translator, bleu, bleu_of
 
 NUMBERS = "numbers"
 
-_SHOWN = 5  # translations at the end
+_SHOWN = 5  # translations shown after training
 
 
 # ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
@@ -133,7 +133,7 @@ def make(config: Config, workdir: Path, announce: Callable) -> "Translation":
 
 
 def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
-    """Training and validation pairs; DataError also if the final test would be impossible."""
+    """The training and validation pairs; DataError, also if the final test would be impossible."""
     train, val = TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
     splits = {"train": train, "val": val}
     for name in train.manifest["splits"]:
@@ -143,7 +143,7 @@ def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
 
 
 def _check_batch(config: Config, train: TranslationPairs) -> None:
-    """DataError if a batch has less than one pair of average length per replica."""
+    """Raises DataError if a batch has less than one pair of average length per replica."""
     side = (float(train.lengths.mean(dtype=np.float64)) * 2 + 1) / 2
     if config.batch_size < config.num_replicas * side:
         raise DataError(

@@ -18,13 +18,13 @@ from decent_jax.models import beam_search, transformer
 BEAM = 4
 ALPHA = 0.6  # exponent of the length penalty
 MAX_EXTRA = 50  # tokens by which a translation may be longer than its source
-_WIDTHS = (16, 32, 64, 128)  # tokens to which sources are padded; also multiples of the last
+_WIDTHS = (16, 32, 64, 128)  # tokens to which sources are padded, or a multiple of the last
 _BATCH = 32
 # Thai, Lao, Tibetan, Burmese, Khmer, kana and Chinese characters: no spaces between words.
 _WITHOUT_SPACES = re.compile(
     "[\u0e01-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uaa60-\uaa7f\U00020000-\U0003ffff]"
 )
-_OF_SACREBLEU = {  # languages for which it has a tokenizer, by any of their codes
+_OF_SACREBLEU = {  # languages for which sacreBLEU has a tokenizer, by any of their codes
     "zh": "zh", "zho": "zh", "chi": "zh", "cmn": "zh", "yue": "zh",
     "ja": "ja", "jpn": "ja", "ko": "ko", "kor": "ko",
 }  # fmt: skip
@@ -36,7 +36,7 @@ class Translator:
     Args:
       config: the model's config.
       vocabulary: the joint vocabulary of source and target.
-      beam: hypotheses to keep; 1 is greedy.
+      beam: number of hypotheses to keep; 1 is greedy search.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ def bleu(
 ) -> tuple[float, str]:
     """sacreBLEU's corpus BLEU of detokenized text, 0 to 100, and its signature.
 
-    References are normalized like translations, by `normalize`. The score is comparable with
-    published scores with the same signature (Post, 2018, arXiv:1804.08771), except for quotes and
-    dashes.
+    References are normalized by `normalize`, as the training targets were. The score is comparable
+    with published scores with the same signature (Post, 2018, arXiv:1804.08771), except for quotes
+    and dashes.
     """
     references = list(map(normalize, references))
     text = "".join("".join(references).split())
