@@ -1,1 +1,1 @@
-"""What all packages share: errors, formats, files, config fields, progress."""
+"""The foundation of all packages: errors, formats, files, config fields, progress."""

@@ -1,4 +1,4 @@
-"""What the commands share: flags, refusals, names of configs, and protection of files."""
+"""Code that the commands share: flags, refusals, names of configs, and protection of files."""
 
 import argparse
 import functools
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self._fields: dict[str, Any] = {}
 
     def add_fields(self, table: Mapping[str, Any]) -> None:
-        """Adds a flag for each `decent_jax.ground.fields.Field`, which checks its value."""
+        """Adds a flag for each `decent_jax.ground.fields.Field`, whose bounds the parser checks."""
         self._fields |= table
         for name, field in table.items():
             kind, about = type(field.default), f"{field.doc} (default: {field.default})"
@@ -78,7 +78,7 @@ def model_parser(name: str, description: str | None) -> Parser:
 # --- Config files ---------------------------------------------------------------------------------
 
 _PACKAGE = Path(__file__).parents[1]
-# Inside the package in a wheel, next to it in a checkout.
+# The folder of configs is inside the package in a wheel, and next to it in a checkout.
 _FOLDER = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), None)
 
 # The included configs by name, such as "quickstart".
@@ -88,7 +88,7 @@ CONFIGS = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))} if _FOLDER 
 def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
     """One name of each kind, from the ``arguments`` of a config file's `get_config`.
 
-    The names may come in any order; a kind that is missing gets its first name.
+    The names may come in any order; a kind without a name among them gets its first name.
 
     Raises:
       ConfigError: a name belongs to no kind, or two names belong to one kind.
@@ -114,7 +114,7 @@ def output_file(text: str, endings: Sequence[str] = ()) -> Path:
 
     Args:
       text: the path.
-      endings: the allowed endings of its name, such as ``(".json",)``; none: any ending.
+      endings: the allowed endings of its name, such as ``(".json",)``; if empty, any is allowed.
     """
     path = Path(text)
     if endings and path.suffix.lower() not in endings:

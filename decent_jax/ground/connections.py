@@ -4,8 +4,8 @@ Both sides first prove, with the handshake of `multiprocessing`, that they know 
 and interpret no data before that. Unauthenticated connections are limited in number and time.
 A message is a header (JSON) and arrays as raw buffers, so nothing is unpickled.
 
-Ray actors use these connections too: messages passed as arguments of concurrent calls to an actor
-would share its link, so that all of them arrive late instead of the first one early.
+Ray actors also use these connections: messages passed as arguments of concurrent calls to an actor
+would share its link, and all of them would arrive late, instead of one after another.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ class Listener:
     Args:
       server: a socket that listens; `close` closes it.
       secret: the run's secret, which the other side must know.
-      serve: called with each connection and its IP address, after the handshake, in a separate
-        thread; it closes the connection.
-      left_out: called with the IP address of each rejected client.
-      handshake_s: seconds for the handshake.
-      guests: how many connections may be in a handshake at a time; one more closes the oldest.
+      serve: callback for each connection after the handshake, called in a separate thread with the
+        connection, which it must close, and its IP address.
+      left_out: callback for each rejected client, called with its IP address.
+      handshake_s: time limit of the handshake, in seconds.
+      guests: the most connections in a handshake at a time; one more closes the oldest.
     """
 
     def __init__(
@@ -118,12 +118,13 @@ class Listener:
 def listen(
     host: str, secret: bytes, serve: Callable[[Connection], None]
 ) -> tuple[Listener, Address]:
-    """Starts a listener at a free port, for clients that know the secret; also returns its address.
+    """Starts a listener at a free port, for clients that know the secret; returns its address, too.
 
     Args:
       host: an IP address of this machine.
-      serve: called with each connection in a separate thread; the connection is closed when
-        ``serve`` returns.
+      secret: the run's secret.
+      serve: callback for each connection, called in a separate thread; the connection is closed
+        when ``serve`` returns.
     """
 
     def serve_until_the_end(connection: Connection, _: str) -> None:
@@ -144,7 +145,7 @@ def free_port() -> int:
 
 
 def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:
-    """A connection to the `Listener` at an address, authenticated.
+    """An authenticated connection to the `Listener` at an address.
 
     Connecting and the handshake may take ``seconds`` each.
 

@@ -49,7 +49,7 @@ class ConfigError(Foreseen, ValueError):
 
     @classmethod
     def about(cls, field: str, value: object, why: str) -> "ConfigError":
-        """The sentence ``FIELD WHY, got VALUE``, the form of most refusals."""
+        """The error with the sentence ``FIELD WHY, got VALUE``, the form of most refusals."""
         printed = shorten(str(value), 120) if isinstance(value, Path) else shown(value)
         return cls(f"{field} {why}, got {printed}", field=field, value=value)
 

@@ -17,7 +17,7 @@ class Unavailable(ImportError):
 
 
 def need_system(what: str, *systems: str) -> None:
-    """Checks that the operating system is one of ``systems``, before importing what others lack.
+    """Checks that the operating system is one of ``systems``, before imports that need it.
 
     Args:
       what: the feature that needs such a system.

@@ -1,7 +1,7 @@
 """Settings: fields of frozen dataclasses, each with a default, a meaning, and bounds.
 
-A section of a config is a frozen dataclass beside the code that owns it. Its fields are made by
-`setting`, by `changeable`, or by `section` where they are sections themselves.
+A section of a config is a frozen dataclass next to the code that owns it. Its fields are made by
+`setting`, by `changeable`, or by `section` if they are sections themselves.
 
 >>> @dataclass(frozen=True)
 ... class Log:

@@ -1,4 +1,4 @@
-"""Files that are read whole or refused in one sentence, and written atomically; mostly JSON."""
+"""Reads whole files, mostly JSON, with one sentence for each error, and writes them atomically."""
 
 import errno
 import json
@@ -52,7 +52,7 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
       DataError: it cannot be read, or is not JSON; ``otherwise`` is the message's second half.
     """
     try:
-        return json.loads(read_bytes(path))  # UTF-8, with or without its mark, or UTF-16
+        return json.loads(read_bytes(path))  # UTF-8, with or without a byte order mark, or UTF-16
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
@@ -79,11 +79,11 @@ def read_format(path: str | Path, kind: str, form: str) -> Json:
 
     Args:
       path: the file.
-      kind: the noun for it in messages.
-      form: the value of its field ``format``.
+      kind: the noun for the file in messages.
+      form: the required value of its field ``format``.
 
     Raises:
-      ValueError: it cannot be read, or has another format; the message names the file.
+      ValueError: the file cannot be read, or has another format; the message names it.
     """
     try:
         fields = read_json(path)

@@ -15,7 +15,7 @@ def memory_bytes() -> int:
 
 
 def check_memory(needed: float, what: str, there: float | None = None) -> None:
-    """Raises ConfigError if ``what`` needs more bytes than this machine (Ray: ``there``) has."""
+    """Raises ConfigError if ``what`` needs more bytes than this machine (or Ray: ``there``) has."""
     has = memory_bytes() if there is None else there
     if needed > has:
         raise ConfigError(
@@ -30,7 +30,7 @@ def process_seconds() -> float:
         after_the_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(after_the_name[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+    except (OSError, ValueError, IndexError, AttributeError):  # not Linux
         return 0.0
 
 
@@ -51,8 +51,8 @@ def sent_bytes() -> dict[str, int]:
 
 
 def _limits(path: str) -> list[int]:
-    """The number in a file of the kernel as a list, empty if there is none."""
+    """The number in a file of the kernel, as a list; empty without a number."""
     try:
         return [int(Path(path).read_text())]
-    except (OSError, ValueError):  # not this kernel; "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return []

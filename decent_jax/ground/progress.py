@@ -1,4 +1,4 @@
-"""Progress of a command: what it waits for, and how much is done.
+"""The progress of a command: the work that it waits for, and how much is done.
 
 A terminal, or a notebook with ipywidgets, shows tqdm's bar; anything else gets log lines.
 """
@@ -63,7 +63,7 @@ def announce(
 
 
 def progress_bar(total: float | None, show: bool, **options: Any) -> tqdm:
-    """A tqdm bar on stderr, with its ``options``; in a log file, one line every half minute."""
+    """A tqdm bar on stderr, with tqdm's ``options``; in a log file, a line every half minute."""
     every_s, after_s = (0.2, 0.5) if sys.stderr.isatty() else (30, 30)
     return tqdm(total=total, disable=not show, mininterval=every_s, delay=after_s, **options)
 
@@ -86,7 +86,7 @@ class Progress:
 
     def __init__(self, total_steps: int | None, start_step: int = 0, quiet: bool = False):
         self._quiet = quiet
-        # tqdm imports it, and IPython with it, in a notebook with ipywidgets only.
+        # tqdm imports this module, and IPython with it, only in a notebook with ipywidgets.
         bars = getattr(sys.modules.get("tqdm.notebook"), "tqdm_notebook", ())
         self._has_bar = sys.stderr.isatty() or issubclass(auto.tqdm, bars)
         self._bar = (auto.tqdm if self._has_bar else _Hidden)(

@@ -17,7 +17,7 @@ LOCK = ".lock"  # names the process that owns the directory
 START = "run.json"  # facts about the current or last session
 _LARGEST = 2**62  # more than any step or count
 _MOST_BYTES = 1 << 30  # largest size of metrics.jsonl
-_MOST_DRAWN = 1e100  # more than any value
+_MOST_DRAWN = 1e100  # larger values are not drawn
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # Validation scores (higher is better): their label, and the factor to its unit.
@@ -38,10 +38,12 @@ IGNORED = ("workdir", "log", "eval", "checkpoint", "profile", "prompt")
 class RunFolder:
     """One run directory: its rows and its settings.
 
-    rows: the rows of metrics.jsonl.
-    config: the flat config, ``{"model.layers": 12}``.
-    label: the label of its lines in a figure.
-    bytes_sent_per_step: a replica's mean, from summary.json; None: unknown.
+    Attributes:
+      path: the directory.
+      rows: the rows of metrics.jsonl.
+      config: the flat config, ``{"model.layers": 12}``.
+      label: the label of the run's lines in a figure.
+      bytes_sent_per_step: a replica's mean, from summary.json; None: unknown.
     """
 
     path: Path
