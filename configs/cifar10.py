@@ -2,8 +2,10 @@
 
 Source: the task of SwarmSGD (Nadiradze et al., 2021, arXiv:1910.12308) and of Consensus Control
 (Kong et al., 2021, arXiv:2102.04828); the network, padding by 4, mirroring, momentum 0.9 and weight
-decay 1e-4 are those of He et al. (2016, arXiv:1512.03385). CIFAR-10 as JPEG or PNG files in the
-folders train/<class>/ and val/<class>/ (its test set), packed by
+decay 1e-4 are those of He et al. (2016, arXiv:1512.03385).
+
+Data: CIFAR-10 as JPEG or PNG files in the folders train/<class>/ and val/<class>/ (the test set),
+packed by
     decent-jax prepare images --input CIFAR10 --out data/cifar10
 
 Command: python train.py --config configs/cifar10.py:momentum_sgd --workdir runs/cifar10
@@ -44,7 +46,7 @@ ARMS = {
     "all_reduce_adam": ADAM | {"algorithm": "all_reduce"},
     "peers": SGD
     | {"algorithm": "swarm", "schedule": "random_matching", "trainer": "peers", "mix_every": 2}
-    | {"model.batch_norm_consensus": "mix"},  # peers average it, too
+    | {"model.batch_norm_consensus": "mix"},  # peers average the statistics, too
 }
 
 

@@ -1,8 +1,8 @@
 """A narrow ResNet-18 on 1,000 photographs of clothes, by gossip and by all-reduce.
 
-Source: a subset of https://github.com/alexeygrigorev/clothing-dataset-small (CC0): 10 classes, 100
-training images each and 282 for validation, some 400 x 533 pixels at most, in the folders
-train/<class>/*.jpg and val/<class>/*.jpg. The set is small, so compare several seeds.
+Source: a subset of https://github.com/alexeygrigorev/clothing-dataset-small (CC0): 10 classes with
+100 training images each, and 282 validation images, of at most about 400 x 533 pixels, in the
+folders train/<class>/*.jpg and val/<class>/*.jpg. The set is small, so compare several seeds.
 
 Command: python train.py --config configs/clothing_images.py:accum_adam --workdir runs/clothing \\
     --config.data.path=CLOTHING_IMAGES

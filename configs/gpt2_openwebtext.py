@@ -4,10 +4,10 @@ Source: Wang et al., ICLR 2025 (arXiv 2410.11998), its published training code; 
 nanoGPT's. Both arms: 480 x 1024 tokens per step, 600,000 steps, warm-up over 2,000 steps to 6e-4,
 cosine to 6e-5, weight decay 0.1 on matrices, clipping at 1.0, no biases, vocabulary 50304
 (124,373,760 parameters). `decentralized`: 16 replicas on nodes of 4, accumulated AdamW over windows
-of 8 steps, betas (0.9, 0.98). `all_reduce`: AdamW, betas (0.9, 0.95). The schedule suits the hosts
-(auto); `--config.schedule=alternating_exp_ring` is the published one. `peers` is not in the paper:
+of 8 steps, betas (0.9, 0.98). `all_reduce`: AdamW, betas (0.9, 0.95). The schedule `auto` suits the
+hosts; `--config.schedule=alternating_exp_ring` is the published one. `peers` is not in the paper:
 it trains 16 peers of one GPU each with the optimizer of `decentralized`; they average in random
-pairs after every 8 steps and wait for nobody (docs/peers.md).
+pairs every 8 steps, without waiting for each other (docs/peers.md).
 
 Unlike the reference, this config clips a replica's whole gradient (there: each 100 MB bucket) and
 computes in bfloat16 (there: float16 with loss scaling).
@@ -17,8 +17,8 @@ Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.clus
     python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/owt
 Peers, on a Ray cluster (launch/slurm_peers.sbatch, launch/kuberay_peers.yaml):
     python train.py --config configs/gpt2_openwebtext.py:peers --workdir /shared/runs/owt
-On another number of GPUs set num_replicas. batch_size 480 must be a multiple of it, and
-micro_batches cuts a replica's share into parts that fit the card.
+On another number of GPUs, set num_replicas, of which the batch_size of 480 must be a multiple;
+micro_batches splits a replica's share into parts that fit into the memory of a GPU.
 `:runlocal` (or `:decentralized,runlocal`) shrinks everything for a laptop and reads any folder
 that `prepare text` wrote.
 

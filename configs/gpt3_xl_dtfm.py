@@ -1,10 +1,11 @@
-"""GPT3-XL (1.3B) in eight stages of three layers, in eight pipelines: the job of DT-FM.
+"""GPT3-XL (1.3B) in eight stages of three layers, in eight pipelines: the workload of DT-FM.
 
 Source: Brown et al., 2020 (arXiv 2005.14165), table 2.1 and appendix B: 24 layers, width 2048,
-context 2048, batches of 1M tokens, Adam with betas (0.9, 0.95) to 2e-4, 375M tokens of warm-up,
+context 2048, batches of 1M tokens, Adam with betas (0.9, 0.95), 375M tokens of warm-up to 2e-4,
 cosine to 10% over 260B tokens, clipping at 1.0, weight decay 0.1. The grid of 8 x 8 devices and
 micro-batches of one sequence are those of Yuan et al., NeurIPS 2022 (arXiv 2206.01288). The table's
-24 heads of 128 do not make 2048; this config has 16. The vocabulary is padded to 50304.
+24 heads of size 128 do not give a width of 2048, so this config has 16 heads. The vocabulary is
+padded to 50304.
 
 Data: decent-jax prepare text --tokenizer gpt2 --input TEXT --out data/text
 Command (64 machines in a Ray cluster, one GPU each, placed by the planner):
@@ -14,7 +15,7 @@ Command (64 machines in a Ray cluster, one GPU each, placed by the planner):
         --config.ray.address=auto --config.cluster.plan=plan.json
 To average as DT-FM does: --config.algorithm=all_reduce.
 
-Hardware and result: never run at this size by this project.
+Hardware and result: not run at this size by this project.
 """
 
 from decent_jax import train

@@ -1,8 +1,8 @@
-"""A small Transformer on Multi30k, captions of photographs from English to German.
+"""A small Transformer on Multi30k: captions of photographs, from English to German.
 
-Source: the task of Consensus Control (Kong et al., 2021, arXiv:2102.04828); text of task 1 of
-Multi30k (Elliott et al., 2016): 29,000 training pairs, 1,014 for validation, and the test set
-test_2016_flickr, prepared with a joint vocabulary of 4000:
+Source: the task of Consensus Control (Kong et al., 2021, arXiv:2102.04828); the text of task 1 of
+Multi30k (Elliott et al., 2016): 29,000 training pairs, 1,014 validation pairs, and the test set
+test_2016_flickr, prepared with a joint vocabulary of 4000 subwords:
     decent-jax prepare translation --input MULTI30K/train --val MULTI30K/val \\
         --test MULTI30K/test_2016_flickr --source_lang en --target_lang de \\
         --vocab_size 4000 --out data/multi30k
@@ -15,7 +15,7 @@ Hardware: 2 cores. Result: see docs/results.md.
 
 from decent_jax import train
 
-# A replica sees 512 tokens in a step, and few of the 4000 words: its second moment has to be long.
+# A replica sees 512 tokens per step, and few of the 4000 subwords, so b2 must be close to 1.
 LONG = {"learning_rate": 1e-2, "optimizer.b2": 0.999}
 ACCUM_ADAM = LONG | {"algorithm": "accum_adam", "schedule": "one_peer_exp"}
 SWARM = LONG | {"algorithm": "swarm", "optimizer.name": "accum_adam", "mix_every": 2}
@@ -37,7 +37,7 @@ def get_config(arguments: str = "accum_adam"):
     config = train.default_config("translation")
     config.data.path = "data/multi30k"
     config.data.shapes = 3
-    config.data.bleu_sentences = 1014  # all of the validation set: when is 30 BLEU reached?
+    config.data.bleu_sentences = 1014  # the whole validation set, to see when BLEU reaches 30
 
     config.model.preset = "tiny"
     config.model.layers = 3
@@ -54,11 +54,11 @@ def get_config(arguments: str = "accum_adam"):
     config.lr_schedule.warmup = "10%"
     config.lr_schedule.end_factor = 0.0
     config.optimizer.accum_steps = 2
-    config.optimizer.b1 = 0.8  # as in tatoeba_en_de.py: short trainings want short moments
+    config.optimizer.b1 = 0.8  # as in tatoeba_en_de.py: short runs need short averages
     config.optimizer.b2 = 0.98
     config.update_from_flattened_dict(ARMS[arm])
 
-    config.mesh.sequential_replicas = True  # 0.7 times as long as vmap on a CPU
+    config.mesh.sequential_replicas = True  # takes 0.7 times as long as vmap on a CPU
     config.log.every = 50
     config.eval.every = 400
     config.checkpoint.every = 0

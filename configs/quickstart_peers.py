@@ -1,10 +1,11 @@
 """Four peers learn Python's own standard library without a common step; one may be slow, or die.
 
-Source: none; the data and the model are those of configs/quickstart.py. Every peer is a process of
-its own, which Ray starts on this machine; random pairs average after every 4 steps.
+Source: none; the data and the model are those of configs/quickstart.py. Every peer is a separate
+process, which Ray starts on this machine; random pairs average every 4 steps.
 
 Command: python train.py --config configs/quickstart_peers.py --workdir runs/peers
-Kill one of the processes called ray::Peer while they train: the others continue, a new one joins.
+Kill one of the processes called ray::Peer during training: the others continue, and a new one
+joins.
 Hardware: 2 cores; expected result: see docs/peers.md.
 """
 

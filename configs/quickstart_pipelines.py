@@ -1,8 +1,8 @@
 """Two replicas of three stages each learn Python's own standard library: six workers.
 
 Source: none; the data and the model are those of configs/quickstart.py, with two replicas. Each
-stage of a replica is a process of its own, which Ray starts; activations travel from stage to
-stage, and equal stages of the two replicas gossip.
+stage of a replica is a separate process, which Ray starts; activations travel from stage to stage,
+and corresponding stages of the two replicas gossip.
 
 Command: python train.py --config configs/quickstart_pipelines.py --workdir runs/pipelines
 Hardware: 2 cores; for comparison: --config.trainer=synchronous --config.pipeline.micro_batches=1

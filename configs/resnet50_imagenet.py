@@ -3,24 +3,25 @@
 Source: Wang et al., ICLR 2025 (arXiv 2410.11998), Table 3 and its published training code: 90
 epochs, 1,024 images per step (112,590 steps), warm-up over 5 epochs, then a cosine to 1e-5; Adam
 with betas (0.9, 0.999), L2 decay of 2^-15 on all but batch-norm scales and biases, label smoothing
-0.1; training crops of 176 pixels, evaluation of 224 out of 256. Arms, after the colon:
+0.1; training crops of 176 pixels, evaluation crops of 224 pixels (shorter side 256). Arms, after
+the colon:
 
     accum_adam           Accumulated Adam, windows of 8 steps, peak 1.5e-3
-    decentralized_adam   Adam; its peak is not published: 1e-3, as all_reduce
+    decentralized_adam   Adam; its peak is not published: here 1e-3, as for all_reduce
     all_reduce           Adam on the mean gradient, peak 1e-3
     momentum_sgd         decentralized momentum SGD, not in the source: peak 0.1 per 256 images,
                          decay 1e-4, as in configs/resnet50_imagenet_expgraph.py
 
-The schedule, auto, suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
-Differences from the reference: it decayed the scales of four batch norms by mistake, evaluated each
-replica's own model on its own share of the validation set (here: the consensus model on all of it),
+The schedule `auto` suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
+Differences from the reference: it decayed the scales of four batch norms by mistake, evaluated the
+model of each replica on one share of the validation set (here: the consensus model on all of it),
 and computed in float16 with loss scaling (here: bfloat16).
 
-Data: ImageNet's own archives, prepared once by TFDS; docs/images.md has the command.
+Data: ImageNet's original archives, prepared once by TFDS; docs/images.md has the command.
 Command (32 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/resnet50_imagenet.py:accum_adam --workdir runs/resnet50
-On another number of GPUs set num_replicas. `:accum_adam,runlocal` shrinks everything for a laptop,
-on generated pictures.
+On another number of GPUs, set num_replicas. `:accum_adam,runlocal` shrinks everything for a laptop
+and trains on generated pictures.
 
 Hardware and result, as published: 32 workers, 8 per node; top-1 / top-5: all_reduce 76.01 / 93.05,
 decentralized_adam 75.31 / 92.54, accum_adam 76.54 / 93.18. Not reproduced by this project yet.

@@ -12,15 +12,15 @@ parameters after the step (combine="atc"), as in the authors' code. After the co
     ring             both neighbours on a circle
     all_reduce       momentum SGD on the mean gradient
 
-Training crops have 224 pixels too. There is no label smoothing.
+Training crops, too, have 224 pixels. There is no label smoothing.
 
-Data: as configs/resnet50_imagenet.py.
+Data: as for configs/resnet50_imagenet.py.
 Command (32 GPUs, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/resnet50_imagenet_expgraph.py:one_peer_exp \\
         --workdir runs/expgraph
-`:one_peer_exp,runlocal` shrinks everything for a laptop, on generated pictures.
+`:one_peer_exp,runlocal` shrinks everything for a laptop and trains on generated pictures.
 
-Hardware and result: this project has not run it on ImageNet yet. In the paper one-peer and static
+Hardware and result: this project has not run it on ImageNet yet. In the paper, one-peer and static
 exponential graphs reach the accuracy of all-reduce.
 """
 

@@ -1,10 +1,11 @@
-"""nanoGPT's small models of Shakespeare's characters, by gossip and by all-reduce: 4 replicas.
+"""nanoGPT's small character models of Shakespeare, by gossip and by all-reduce: 4 replicas.
 
-Source: github.com/karpathy/nanoGPT, config/train_shakespeare_char.py (:gpu) and what its README
-runs on a CPU (:cpu). Its numbers: a best validation loss of 1.4697, and 1.88, in nats per
-character, estimated from 200 and 20 random batches; here the loss is that of the whole validation
-set. The vocabulary has its 65 characters, and an end of the text.
-Data, from char-rnn's input.txt, whose last tenth is for validation:
+Source: github.com/karpathy/nanoGPT, config/train_shakespeare_char.py (:gpu) and the CPU command of
+its README (:cpu). Published: a best validation loss of 1.4697 (:gpu) and a loss of 1.88 (:cpu), in
+nats per character, estimated from 200 and 20 random batches; here, the loss is that of the whole
+validation set. The vocabulary has nanoGPT's 65 characters and an end-of-text id.
+
+Data: char-rnn's input.txt, whose last tenth is for validation, prepared by
     decent-jax prepare text --tokenizer chars --input input.txt --val_fraction 0.1 \\
         --out data/shakespeare
 
@@ -37,7 +38,8 @@ RECIPES = {
         "steps": 5000,
     },
 }
-# A replica's gradient is noisier than their mean, and Adam divides by its size: twice the rate.
+# A replica's gradient is noisier than the mean gradient, and Adam divides by its magnitude, so the
+# learning rate is doubled.
 GOSSIPED = {
     "algorithm": "gossiped_momentum",
     "optimizer.name": "adam",

@@ -6,26 +6,26 @@ training code. After the colon, in any order and separated by commas:
     base, big                                       the size; published for this pair: base
     accum_adam, decentralized_adam, all_reduce      the algorithm
     8, 16, 32                                       replicas, on nodes of 4; published: 16
-    runlocal                                        shrinks everything, on number words
+    runlocal                                        shrinks everything, and translates number words
 
-All: some 25,000 source and 25,000 target tokens per step, 130,000 steps, linear warm-up over 4,000
+All: about 25,000 source and 25,000 target tokens per step, 130,000 steps, linear warm-up over 4,000
 and then the inverse square root, dropout and label smoothing 0.1, eps 1e-9, no decay, no clipping.
 all_reduce: Adam, peak 7e-4, betas (0.9, 0.98). decentralized_adam: betas (0.974, 0.999), peak 2e-3,
 2.8e-3, 3.8e-3 for 8, 16, 32 replicas. accum_adam: betas (0.9, 0.999), windows of n / 2 steps, peak
 8e-4 for 8 and 7e-4 for more replicas (32: not published).
 
-The schedule, auto, suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
+The schedule `auto` suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
 Differences from the reference: the validation set is newstest2013, not a part of the training data;
-pairs are normalized, filtered and without duplicates; every epoch draws new batches.
+pairs are normalized, filtered and deduplicated; every epoch draws new batches.
 
-Data: the training archives of statmt.org/wmt14, unpacked, and the test sets by sacreBLEU:
+Data: the training archives of statmt.org/wmt14, unpacked, and the test sets from sacreBLEU;
 docs/translation.md has the commands.
 Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_ende.py:base,accum_adam --workdir runs/ende
 
 Hardware and result, as published: 16 workers, BLEU 27.79 for all_reduce, 27.58 for
-decentralized_adam, 27.71 for accum_adam, on tokenized text and most likely without a beam, so not
-comparable with sacreBLEU. Not reproduced by this project yet.
+decentralized_adam, 27.71 for accum_adam, on tokenized text and most likely without a beam, and thus
+not comparable with sacreBLEU. Not reproduced by this project yet.
 """
 
 from decent_jax import train

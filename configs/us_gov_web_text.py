@@ -1,13 +1,13 @@
 """A GPT of 6 million parameters on prose of American government sites, by gossip and all-reduce.
 
-Source: a corpus of 2,250 pages of digital.gov and 18f.gsa.gov, 2.1 million tokens of GPT-2, in the
-files train.jsonl.gz and valid.jsonl.gz, with a vocabulary of 4096 of its own:
+Source: a corpus of 2,250 pages of digital.gov and 18f.gsa.gov, 2.1 million GPT-2 tokens, in the
+files train.jsonl.gz and valid.jsonl.gz. First, a vocabulary of 4096 tokens is learned from it:
     import gzip, json, tokenizers
     learner = tokenizers.ByteLevelBPETokenizer()
     texts = (json.loads(line)["text"] for line in gzip.open("TEXT/train.jsonl.gz", "rt"))
     learner.train_from_iterator(texts, 4096, special_tokens=["<|endoftext|>"])
     learner.save("tokenizer.json")
-and then
+Then it is prepared:
     decent-jax prepare text --input TEXT/train.jsonl.gz --val_input TEXT/valid.jsonl.gz \\
         --tokenizer tokenizer.json --out data/us_gov_web_text
 
