@@ -47,8 +47,8 @@ class Codec:
         """The random numbers that `encode` needs for an array of this shape, or None.
 
         Args:
-          key: different for every step, array and sender, because replicas must round
-            independently.
+          key: a PRNG key, different for every step, array and sender, because replicas must
+            round independently.
           shape: the shape of the array.
         """
         return None

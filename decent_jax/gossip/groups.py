@@ -143,8 +143,9 @@ def coded_means(
       leaves: one replica's arrays.
       g: the number of members of a group, which are consecutive replicas.
       axis: the replica axis.
-      codec: encodes each row separately; None sends numbers uncompressed.
-      key: the same on all replicas, different in every step; None rounds to nearest, with a bias.
+      codec: message format, which encodes each row separately; None sends numbers uncompressed.
+      key: PRNG key, equal on all replicas, different in every step; None rounds to nearest, with a
+        bias.
       finite: (block,) bool, or None. Non-finite replicas add nothing. A finite replica gives their
         weight to its own numbers; a non-finite one takes the mean of the finite ones, or NaN if
         there are none.

@@ -98,7 +98,7 @@ def mix(
 
     Args:
       tree: pytree of floating-point arrays of one replica; empty arrays are unchanged.
-      schedule: its number of replicas must be the product of the axes' sizes.
+      schedule: a schedule whose number of replicas is the product of the axes' sizes.
       round: static Python int in [0, period); or `Simulated`; or None.
       axis_name: the replica axis, or (mesh axes ..., vmapped axis): several mesh axes are
         flattened into one, and the last varies fastest.

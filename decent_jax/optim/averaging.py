@@ -108,7 +108,7 @@ def decentralized(
     References:
       Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
       Algorithms 1 and 3. Unlike in Decent-DP, the first step mixes, clipping applies to the whole
-      replica, and a rejected step rejects the whole update, not only one bucket's.
+      gradient, and a rejected step rejects the whole update, not only one bucket's.
     """
     validation.combine(combine)
     validation.not_negative("gamma", gamma)
@@ -253,8 +253,8 @@ def all_reduce(
     .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)
 
     Replicas that start equal stay equal. With the argument ``active`` of ``update``, the mean is
-    over the active replicas, and all take the update. ``inner`` clips the mean gradient. All
-    replicas reject a mean that is not finite. ``update`` takes the same arguments as with
+    over the active replicas, and all replicas take the update. ``inner`` clips the mean gradient.
+    All replicas reject a mean that is not finite. ``update`` takes the same arguments as with
     `decentralized`, so that the two can be swapped, and ignores ``round``.
 
     With a ``codec`` the gradients are sent in its format (`decent_jax.gossip.groups.coded_means`),

@@ -162,7 +162,7 @@ class Method(optax.GradientTransformationExtraArgs):
       ``update(..., round=round, mixed=mixed)`` uses it instead of mixing, with the same result, and
       communicates nothing. If only parameters are sent, without ``codec`` and ``gamma``,
       `decent_jax.gossip.mix_on` computes the same ``mixed``.
-    delayed: messages that overlap several updates.
+    delayed: messages that overlap one or more updates.
     """
 
     early: Early | None = None

@@ -23,7 +23,7 @@ class PushSumState(NamedTuple):
 def push_sum(
     inner: optax.GradientTransformation, schedule: Schedule, axis_name: AxisName = "replica"
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
+    r"""Stochastic gradient push: averaging over directed graphs, with rows that need not sum to 1.
 
     With P column stochastic (``P_ij`` is the share of its parameters that j sends to i), biased
     parameters x, a weight w that starts at 1, and ``z = x / w``, the parameters of the model, at

@@ -94,7 +94,7 @@ class MethodSpec:
     name: its name in `METHODS` and configs.
     make: the factory, which returns the transformation for its parts and hyperparameters.
     optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
-      "sgd", "muon". If the factory takes no ``inner``, they name the method's own form.
+      "sgd", "muon". If the factory takes no ``inner``, they name the method's kind of optimizer.
     orders: its combine orders; the first is the default.
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
     copies: arrays of the parameters' size in its state, in addition to the local optimizer's, with

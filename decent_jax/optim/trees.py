@@ -84,8 +84,8 @@ def unspoiled(update: PyTree) -> jax.Array:
     """() bool: whether the smallest array is finite, and each other small one has a finite number.
 
     Small arrays have up to 256 numbers, or together 1/64 of all. We check several because the
-    smallest may be frozen, and no more because reading an array of an update forces XLA to write it
-    out before it is applied.
+    smallest may be frozen, and no larger ones, because reading an array of an update forces XLA to
+    write it out before it is applied.
     """
     leaves = sorted(filter(jnp.size, jax.tree.leaves(update)), key=jnp.size)
     total, held, flags = sum(x.size for x in leaves), 0, [all_finite(leaves[:1])]

@@ -91,7 +91,7 @@ def _recommend(args: Options) -> None:
         --parameters 124e6 --compute_s 0.2 --sigma 0.1
     decent-jax planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
         --codecs float32,bfloat16,int8 --mix_every 1,8
-        64 machines around the world, compressed and rare messages allowed
+        64 machines around the world, compressed and infrequent messages allowed
     decent-jax planner recommend --network network.json \\
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
         then: train.py --config ... --config.cluster.plan=plan.json

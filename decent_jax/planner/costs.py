@@ -315,7 +315,7 @@ def round_phases(
     """The collectives of one round, in the order in which they run.
 
     A permutation is a permute of the whole model. A mean of groups is an all-reduce; if messages
-    are coded (``compression`` below 1), it is permutes of chunks to their owners and an all-gather
+    are coded (``compression`` below 1), it is permutes of chunks to owners and an all-gather
     (`decent_jax.gossip.groups`). Groups that send to each other (alternating_exp_ring) send sums,
     which are never coded; ``execution`` is one of:
 
@@ -383,7 +383,7 @@ def round_s(
     """Seconds of round ``r`` of a schedule from a common start until all replicas have mixed.
 
     Args:
-      num_bytes: size of a model as sent (parameters x bytes of their codec).
+      num_bytes: bytes of a model as sent (parameters x bytes per parameter in their codec).
     """
     return total_s(round_phases(network, schedule.rounds[r], num_bytes, execution))
 

@@ -67,7 +67,7 @@ def evaluate(
     """The times and the disagreement of a schedule with replica i on device ``order[i]``.
 
     Args:
-      num_bytes: size of one model as a message.
+      num_bytes: bytes of one model as a message.
       order: (n,) int; None: replica i is on device i.
       compute_s: seconds of the step that hides communication; no round is shorter.
     """

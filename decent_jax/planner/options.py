@@ -199,7 +199,7 @@ def accepted(options: argparse.Namespace, choice: Choice) -> bool:
     """Whether ``train.py`` accepts ``--config`` with the fields of this choice, for any data.
 
     Raises:
-      ConfigError: `train.py` refuses this config with every choice, even with all_reduce.
+      ConfigError: `train.py` refuses this config even with all_reduce.
     """
     from decent_jax.train import config as config_lib
 

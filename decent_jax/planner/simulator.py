@@ -64,7 +64,7 @@ def simulate(
     """Simulates ``warm_up + steps`` steps of ``workload`` under ``algorithm``.
 
     Gossip needs a warm-up, because replicas begin together and drift apart for a while. Both
-    numbers of steps are rounded up to whole periods of the schedule.
+    numbers of steps are rounded up to multiples of the schedule's period times ``mix_every``.
     """
     cycle = 1
     if isinstance(algorithm, Gossip):

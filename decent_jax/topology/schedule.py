@@ -89,7 +89,7 @@ class Schedule:
             product = rnd.matrix @ product
 
     def spectral_gap(self) -> float:
-        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``: T is the period, and J has all entries 1/n.
+        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, with T the period and all entries of J 1/n.
 
         It is 1 if a period averages exactly. For a static schedule (T = 1) this is the usual
         ``1 - ||W - J||_2`` (Ying et al. 2021).
@@ -101,8 +101,8 @@ class Schedule:
     def consensus_rate(self) -> float:
         """The asymptotic factor per round by which disagreement shrinks.
 
-        The spectral radius of ``W_{T-1} ... W_0 - J`` (as in `spectral_gap`) to the power 1/T; 0 if
-        consensus becomes exact.
+        It is the spectral radius of ``W_{T-1} ... W_0 - J`` (as in `spectral_gap`) to the power
+        1/T, or 0 if consensus becomes exact.
         """
         if self.exact_after() is not None:
             return 0.0
@@ -123,8 +123,8 @@ class Schedule:
     def exact_after(self) -> int | None:
         """The number of rounds, from round 0, after which all replicas hold exactly the mean.
 
-        None if they only approach it. Exactly means up to rounding: in one round, the product's
-        entries move from more than 1e-6 to within 1e-12 of 1/n.
+        None if they only approach the mean. Exactness is up to rounding: in one round, the
+        product's entries move from more than 1e-6 to within 1e-12 of 1/n.
         """
         n = self.num_replicas
         # If some T consecutive rounds (T: the period) average exactly, so do any 2 T rounds. If

@@ -33,7 +33,7 @@ def choco(
     fraction: Annotated[float, 'share of each array that "top_k" sends, in (0, 1]'] = 0.1,
     gamma: Annotated[float, "consensus step size"] = 0.2,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replicas keep public copies of each other, corrected by compressed messages.
+    r"""CHOCO-SGD: gossip of public copies of the parameters, which compressed messages correct.
 
     With ``x_hat_i`` the public copy of replica i, C the compressor and ``Delta_i`` the
     update of ``inner``:
