@@ -23,7 +23,7 @@ from decent_jax.ground.errors import ConfigError, Interrupted
 _STORE = 128 * 2**20  # bytes of the smallest local object store
 _ACTOR = 250e6  # bytes of a Python process that has imported jax and this package
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-# What a client of gRPC sends first, and the type of the server's first frame (RFC 9113, 3.4).
+# The first bytes from a gRPC client, and the type of the server's first frame (RFC 9113, 3.4).
 _PREFACE, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 
 
@@ -50,7 +50,7 @@ def prepare(address: str) -> None:
         with contextlib.suppress(OSError):  # Ray makes it readable to all users of this machine
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
         return
-    if "ray" not in sys.modules:  # else it has read the mode, see `running`
+    if "ray" not in sys.modules:  # else Ray has already read the mode, see `running`
         os.environ[_MODE] = "token"
     os.environ.setdefault(_TOKEN, secrets.token_hex(32))
 

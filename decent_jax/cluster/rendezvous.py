@@ -42,7 +42,7 @@ _RESOLVE_S = 60  # a host name may appear late (Kubernetes), but not later than 
 _SHOWN = 3  # differences in one sentence
 _LONGEST_VALUE = 40  # characters of a value in which processes differ
 _LONGEST_NAME = 64  # characters of a host name
-_TICK_S = 0.1  # between two checks of who has connected
+_TICK_S = 0.1  # between two checks of which processes have connected
 
 
 def describe(config: Mapping[str, object]) -> dict[str, str]:
@@ -105,7 +105,7 @@ def barrier(
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         raise ConfigError.about("cluster.coordinator", address, "must be host:port")
     own_host = shorten(printable(socket.gethostname()), _LONGEST_NAME)
-    # Never change these keys: they let processes of different versions report just that.
+    # Never change these keys: processes of different versions need them to report the difference.
     hello = {"process": index, "count": count, "host": own_host, "facts": description}
     where = int(port), hello, Path(folder).absolute(), timeout_s
     answer = _gather(*where) if index == 0 else _report(host.strip("[]"), *where)
@@ -183,7 +183,7 @@ class _Group:
             del self.hellos[process]
 
     def missing(self, timeout_s: float) -> str:
-        """The sentence for processes that have not connected."""
+        """A sentence about the processes that have not connected."""
         count = self.hellos[0]["count"]
         absent = [process for process in range(count) if process not in self.hellos]
         strangers = self._strangers

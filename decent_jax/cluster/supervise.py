@@ -157,7 +157,7 @@ class AgentLink:
 
 
 def died(code: int | None) -> bool:
-    """Whether the exit code means that the process was lost, not that it exited by itself."""
+    """Whether the exit code means that the process was lost: a signal or an unexpected code."""
     ended = (0, _FAILED, _REFUSED, *_INTERRUPTED, *_OF_SURVIVORS)
     return code is not None and code not in ended
 

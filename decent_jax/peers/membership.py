@@ -33,7 +33,7 @@ _ENDS = {
 
 @dataclasses.dataclass
 class _Entry:
-    """A rank, and its present or last peer."""
+    """A rank, and its current or last peer."""
 
     generation: int
     steps: int  # of this rank, over all generations

@@ -105,7 +105,7 @@ class Format:
         return Message(parts, side), list(map(codec.decode, parts, snapshot))
 
     def decode(self, message: Message, snapshot: Arrays) -> tuple[Arrays, bool]:
-        """The partner's arrays, and whether they are finite and equal what the partner encoded."""
+        """The partner's arrays, and whether all are finite; undecodable numbers become NaN."""
         codec = self._codec(message.side)
         if codec is None:
             theirs = [part[0] for part in message.parts]
@@ -133,7 +133,7 @@ class Snapshot(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What either side announces about its message."""
+    """The announcement of either side about its message."""
 
     name: str  # name of the average: the asker and a number
     peer: str  # "rank.generation"
@@ -273,7 +273,7 @@ class Averager:
     # --- The asker --------------------------------------------------------------------------------
 
     def ask(self) -> tuple[Offer, Callable[[], Message]] | None:
-        """An offer, and a function that encodes the message if the partner agrees; None: busy."""
+        """An offer, and a function that encodes the message if the partner agrees; None if busy."""
         exchange = self._begin(None)
         if exchange is None:
             return None
@@ -327,7 +327,7 @@ class Averager:
         return self._begin(name) is not None
 
     def answer(self, offer: Offer, message: Message) -> tuple[Offer, Message] | None:
-        """The reply to the asker's message, or None if that came too late."""
+        """The reply to the asker's message, or None if the message came too late."""
         exchange = self._now
         if exchange is None or exchange.name != offer.name:
             return None

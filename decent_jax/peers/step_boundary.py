@@ -293,7 +293,7 @@ class StepBoundary:
         return self._log
 
     def _publish(self, log: events.EventLog, state: TrainState, t: int, progress: int) -> None:
-        """Hand a copy to the thread of jobs, which waits for the device and publishes it."""
+        """Hand a copy to the thread of jobs, which waits for the device and publishes the copy."""
         self._has_published = True
         copied, averager = self._changes.copy(self._changes.averaged(state)), self.averager
 

@@ -212,7 +212,7 @@ class StageExecutor:
             if action == "forward":
                 x = None if part.is_first else self._take("activation", t, k, part.stage - 1)
                 inputs[k] = x
-                if not part.is_last:  # the backward of the last stage computes the loss
+                if not part.is_last:  # the backward pass of the last stage computes the loss
                     self._latest = stage.forward(params, borrowed, x, cut, t, k)
                     self._send(part.stage + 1, self._key("activation", t, k), self._latest)
                 continue

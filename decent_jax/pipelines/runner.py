@@ -140,7 +140,7 @@ class Pipelines:
         heads = [span for worker, span in pairs if worker.stage == 0]  # one per replica
         if not compiles:
             self._pace = seconds / (stop - done)
-            clock.waited_for_data(max(span.waited for span in heads))  # in stage 0, the first
+            clock.waited_for_data(max(span.waited for span in heads))  # of the first stage
         elif stop == until:  # otherwise a row that ends with the first step would take no time
             clock.begin_row(clock.of_row() + seconds, clock.waited)
         if logs:

@@ -67,7 +67,7 @@ def conclude(
     if work.console.quiet:
         return summary
     try:
-        from decent_jax.plots import runs as plot  # matplotlib is a third of the imports of a start
+        from decent_jax.plots import runs as plot  # matplotlib takes a third of all import time
 
         plot.plot_runs([work.path])
     except (RunError, OSError, ValueError) as error:  # for example from MPLBACKEND

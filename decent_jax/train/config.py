@@ -185,7 +185,7 @@ def check(config: Config) -> tuple[topology.Schedule, Plan | None]:
 
 
 def _check_sizes(config: Config) -> None:
-    """Check what depends on neither the data, nor a model, nor other processes."""
+    """Check the fields that depend on neither the data, nor a model, nor other processes."""
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
     n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
@@ -393,7 +393,7 @@ def _check_method(config: Config, plan: Plan | None) -> topology.Schedule:
 
 
 def _check_sharded(config: Config, schedule: topology.Schedule) -> None:
-    """Check what sharding a replica over several devices requires."""
+    """Check the requirements of sharding a replica over several devices."""
     n, k = config.num_replicas, config.mesh.fsdp
     each, several = config.batch_size // n // config.micro_batches, "where mesh.fsdp is above 1"
     groups = config.algorithm != "all_reduce" and schedule.partial_groups

@@ -160,7 +160,7 @@ def _gpus(text: str, processes: int, each: int) -> list[list[jax.Device]]:
 
 
 class Described(NamedTuple):
-    """The compiled step of a round, and what it was compiled from."""
+    """The compiled step of a round, and the inputs of its compilation."""
 
     program: Any
     task: Task

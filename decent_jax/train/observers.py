@@ -1,4 +1,4 @@
-"""Observers act between the steps of a run, as does `decent_jax.train.saver.Saver`."""
+"""Observers, which act between the steps of a run, as `decent_jax.train.saver.Saver` does."""
 
 from typing import Protocol
 
@@ -23,7 +23,7 @@ class Observer(Protocol):
     waits: bool
 
     def due(self, before: int, done: int) -> bool:
-        """Whether it fell due after step ``before``, up to step ``done``."""
+        """Whether the work fell due after step ``before``, up to step ``done``."""
         ...
 
     def act(self, done: int) -> None:

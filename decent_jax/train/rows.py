@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: what the steps of a run measured, one step late."""
+"""Rows of metrics.jsonl: the measurements of a run's steps, written one step late."""
 
 import contextlib
 import math
@@ -228,7 +228,7 @@ class Rows:
             "perf/data_wait_s": waited / steps,
             "perf/wall_time_s": self.clock.seconds,
         }
-        if self._runner.evaluate is not None:  # for the run
+        if self._runner.evaluate is not None:  # this process accounts for the time of the run
             row["goodput"] = shares(self.clock.spent())["goodput"]
         row |= self._runner.measured(done, steps, seconds)
         if 1 < len(of_replicas) <= _MOST_REPLICAS:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: when one is due, and what it contains besides the state."""
+"""The checkpoints of a run on disk: when they are due, and their contents besides the state."""
 
 import contextlib
 import functools

@@ -134,7 +134,7 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
         programs.compile(state, batch, *key)
         batches = (batch,) * count if programs.blocks.spans_steps(rnd) else batch
         times: list[float] = []
-        for t in range(1 + TIMED):  # the first does not count
+        for t in range(1 + TIMED):  # the first step is a warm-up
             began = time.perf_counter()
             state, metrics = programs.compiled[key](state, batches, np.int32(t))
             jax.block_until_ready((state, metrics))
