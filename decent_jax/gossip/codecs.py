@@ -99,7 +99,7 @@ class Int8(Codec):
     """
 
     seed: int = 0
-    largest: ClassVar[int] = 127  # code
+    largest: ClassVar[int] = 127  # the largest code
 
     def noise(self, key: jax.Array, shape: tuple[int, ...]) -> Array:
         return _uniform(key, shape)

@@ -74,7 +74,7 @@ class ReplicaAxis:
         return ReplicaAxis(on_mesh, block, devices, rows)
 
     def lift(self, x: jax.Array) -> jax.Array:
-        """This device's rows (block, ...); nothing is sent. Under vmap it is the batched array."""
+        """This device's rows (block, ...); nothing is sent. Under vmap, they are its array."""
         if self.block_axis is None:
             return x[None]
         if self.checks_vma(x):  # jax 0.10-0.12: all_gather over vmap fails there
@@ -278,7 +278,7 @@ def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> lis
 def weighted_sum(blocks: Sequence[jax.Array], weights: list[Weight], guarded: bool) -> jax.Array:
     """``sum_k weights[k] * blocks[k]``; if guarded, a weight of 0 adds 0, not 0 * NaN.
 
-    Summed in float32 at least: in bfloat16, three weights of 1/3 sum to 1.002.
+    It sums in at least float32, because in bfloat16 three weights of 1/3 sum to 1.002.
     """
     total, wide = None, at_least_float32(blocks[0])
     for rows, weight in zip(blocks, weights, strict=True):

@@ -211,7 +211,7 @@ def method(
     """
     validation.is_transformation(inner)
     optimizer = _in_float32(optax.with_extra_args_support(inner or optax.identity()))
-    check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # traces, so cached
+    check = functools.lru_cache(functools.partial(validation.mixes, optimizer))  # cached: it traces
 
     def init(params: PyTree) -> GuardedState:
         gossip.mixable(params)  # refuses arrays that cannot be mixed, naming them
@@ -219,7 +219,7 @@ def method(
             arrays, structure = jax.tree.flatten(params)
             kinds = (jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in arrays)
             check(structure, *kinds)
-        # Separate buffers: a donated state must not hold an array twice.
+        # Separate buffers, because a donated state must not hold an array twice.
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         with _needs_no_more():
             optimizer_state = optimizer.init(params)

@@ -51,7 +51,7 @@ def wide(tree: PyTree) -> PyTree:
 
 
 def copy(tree: PyTree) -> PyTree:
-    """Equal arrays in new buffers: a donated state must not hold the same array twice."""
+    """Equal arrays in new buffers, because a donated state must not hold an array twice."""
     return jax.tree.map(jnp.array, tree)
 
 

@@ -257,7 +257,7 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
 
 def mix_rounds(count: int | None, schedule: Schedule) -> int:
     """The rounds per mixing step, 1 for None; several require that a period repeats no round."""
-    if isinstance(count, jax.Array):  # optax.inject_hyperparams makes one of a given number
+    if isinstance(count, jax.Array):  # optax.inject_hyperparams turns numbers into arrays
         raise ValueError(
             'mix_rounds must be an int: give inject_hyperparams static_args="mix_rounds"'
         )

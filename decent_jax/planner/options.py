@@ -90,7 +90,7 @@ SEARCH = (
     ("time_limit_s", "S", SECONDS, 5.0, "seconds that the search may take"),
 )
 SCHEDULES = ", ".join(NAMES)
-STAGES = "pipeline stages in data-parallel groups (DT-FM)"  # a group of flags of place
+STAGES = "pipeline stages in data-parallel groups (DT-FM)"  # a group of flags of `place`
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "predict": (
         *NETWORK,

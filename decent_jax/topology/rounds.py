@@ -126,7 +126,7 @@ def _sender_groups(sources: np.ndarray, g: int) -> np.ndarray:
 
 
 def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) -> Round:
-    """The round with this communication, and the matrix that results."""
+    """The round with this communication and the matrix that results from it."""
     matrix = np.diag(self_weights)
     for send in sends:
         receivers = np.flatnonzero(send.sources >= 0)
