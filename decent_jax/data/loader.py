@@ -2,8 +2,8 @@
 
 The examples form one stream, the same for any number of replicas and processes: row j of replica r
 at step t is example `t * batch_size + r * B + j`, where `B = batch_size // num_replicas`. A resumed
-run therefore seeks to its step instead of reading up to it, and the global batch of a step holds
-the same records however many replicas and processes share it.
+run therefore seeks to its step instead of reading up to it. The global batch of a step holds the
+same records for any number of replicas and processes.
 
 With a partition there is one such stream per replica, over the replica's own records: row j at step
 t is example `t * B + j`. The stream does not depend on the placement of replicas on processes and

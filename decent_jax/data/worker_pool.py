@@ -65,7 +65,7 @@ def encode(
 
     Args:
       tasks, work, workers: as for `results`.
-      add: handles a result in this process; returns the share of `total` that is thereby done.
+      add: function that handles a result in this process and returns how much of `total` it covers.
       total: the total of the progress bar on stderr, in `unit`.
       desc: the label of the bar.
     """

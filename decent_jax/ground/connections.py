@@ -32,7 +32,7 @@ _TICK_S = 0.1
 
 
 class Listener:
-    """Accepts connections and passes those that belong to the run to ``serve``.
+    """A server that accepts connections and passes those that belong to the run to ``serve``.
 
     Args:
       server: a socket that listens; `close` closes it.
@@ -138,7 +138,7 @@ def listen(
 
 
 def free_port() -> int:
-    """A port that is free at all addresses of this machine."""
+    """A port that is free on every address of this machine."""
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]
@@ -206,7 +206,7 @@ def _hang_up(link: socket.socket) -> None:
 
 
 class NoMessage(OSError):
-    """The other side sent something that is not a message of this program."""
+    """Data from the other side that is not a message of this program."""
 
 
 def send(connection: Connection, header: object, value: PyTree = None) -> None:

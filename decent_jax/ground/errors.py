@@ -63,15 +63,15 @@ class RunError(Foreseen):
 
 
 class TrainingFailed(Foreseen, RuntimeError):
-    """Training cannot continue; the message names the step and the last good checkpoint."""
+    """Training that cannot continue; the message names the step and the last good checkpoint."""
 
 
 class CheckpointError(Foreseen, RuntimeError):
-    """No checkpoint can be used; the message lists those tried, with reasons."""
+    """A run without a usable checkpoint; the message lists the checkpoints tried, with reasons."""
 
 
 class Interrupted(Foreseen, RuntimeError):
-    """Ctrl-C or SIGTERM (number ``signal``) arrived; a checkpoint was saved."""
+    """An end by Ctrl-C or SIGTERM (number ``signal``), after a checkpoint was saved."""
 
     def __init__(self, message: str, signal: int):
         super().__init__(message)
@@ -82,7 +82,7 @@ PEER_LOST = 75  # exit code (EX_TEMPFAIL): another process was lost; run the sam
 
 
 class PeerLost(Foreseen, RuntimeError):
-    """An exchange with other processes failed; if the lost process is known, this one exits."""
+    """A failed exchange with other processes; if the lost process is known, this one exits."""
 
     code = PEER_LOST
 

@@ -11,7 +11,7 @@ from decent_jax.ground.errors import ConfigError
 
 
 class Unavailable(ImportError):
-    """A package is not installed, or the system is unsupported; one sentence with the remedy."""
+    """A missing package or an unsupported system; the message is one sentence with the remedy."""
 
     code = 2
 

@@ -194,7 +194,7 @@ def check(table: Mapping[str, Field], values: Json) -> None:
     """Checks flat ``values`` against a table: the same names, and every value within bounds.
 
     Raises:
-      ConfigError: the message names the field, its value and what was expected.
+      ConfigError: the message names the field, its value and the requirement.
     """
     for name, value in values.items():
         if name not in table:

@@ -1,4 +1,4 @@
-"""The progress of a command: the work that it waits for, and how much is done.
+"""The progress of a command: announcements of longer work, and progress bars.
 
 A terminal, or a notebook with ipywidgets, shows tqdm's bar; anything else gets log lines.
 """
@@ -24,7 +24,7 @@ from decent_jax.ground.format import format_duration, format_number
 def announce(
     message: str, *, quiet: bool = False, brief: bool = True, after_s: float = 1.0
 ) -> Iterator[None]:
-    """Prints on stderr what the user waits for, and afterwards how long it took.
+    """Prints a message on stderr during the work that it announces, and afterwards the duration.
 
     `with announce("compiling the step for round 0 of 3"): ...` prints
     "compiling the step for round 0 of 3 ... done in 4.2 s".
@@ -76,7 +76,7 @@ class _Hidden(tqdm):
 
 
 class Progress:
-    """Shows the progress of a run, its metrics, and the time left, excluding waits.
+    """A display of a run's progress, its metrics, and the time left, excluding waits.
 
     Args:
       total_steps: the step at which the run ends; None: unknown, so no remaining time is shown.

@@ -108,9 +108,9 @@ def _reader(path: Path) -> ArrayRecordReader:
 
 
 class ImageFolderWriter(Draft):
-    """Writes a prepared folder: images first, class by class, then `commit`.
+    """A writer of a prepared folder: `add` the images, class by class, then `commit`.
 
-    Leaving the `with` without `commit` removes everything.
+    Leaving the `with` without `commit` removes the draft.
 
     Attributes:
       bad: the name and the reason of each image that is left out; the caller fills this list.

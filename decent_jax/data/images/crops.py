@@ -1,9 +1,10 @@
 """Training crops and evaluation crops of encoded images, made by the processes that read them.
 
 Decoding does no more than necessary: libjpeg-turbo decodes at the smallest scale (1, 1/2, 1/4 or
-1/8) that still gives the crop enough pixels, and one bilinear resize does the rest. The resize does
-not antialias, as in *From Promise to Practice*: it samples a crop of up to twice the wanted size
-without averaging. (Pillow's bilinear filter averages: pixels differ by 1.8 of 255 on average.)
+1/8) that still gives the crop enough pixels, and one bilinear resize gives it its final size. As in
+*From Promise to Practice*, the resize does not antialias: it samples a crop of up to twice the
+final size without averaging. (Pillow's bilinear filter averages: pixels differ by 1.8 of 255 on
+average.)
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Generated pictures of ten shapes among clutter, so that no download is needed.
 
 A picture shows one of ten shapes (`CLASS_NAMES`), of any size, angle and position, in a colour
-lighter than the gradient background, with noise and random lines and dots on top. Colour does not
-depend on the class, and mirrored or rotated pictures stay in their class.
+lighter than the gradient background. Noise and random lines and dots are painted on top. Colours do
+not depend on the class, and mirroring or rotating a picture does not change its class.
 
 Picture i of a split depends only on `(seed, split, i)` and the size: Philox, a counter-based
 generator, gives every index its own random numbers. The splits use different keys, so no picture is

@@ -50,8 +50,8 @@ def prepare(
       out: the folder to make.
       tokenizer: `"chars"` for the characters of `inputs`; otherwise as for `tokenizers.load`.
       end_of_text: the token that ends a document, if a tokenizer.json leaves it ambiguous.
-      val: the share of the documents, in (0, 1), for `val.bin` (a single text file is one document,
-        whose last part is taken), or the files and folders of the validation documents.
+      val: share of the documents, in (0, 1), for `val.bin`, or the files and folders of the
+        validation documents. A single text file is one document, whose last part is taken.
       text_field: the JSON field or parquet column with the text.
       workers: number of processes; None means one per core, or only this one for a few megabytes.
       overwrite: whether to replace an earlier call's folder, once the new one is complete.

@@ -192,9 +192,9 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
 
 
 class TokenFolderWriter(Draft):
-    """Writes a prepared folder: documents first, then `commit`.
+    """A writer of a prepared folder: `add` the documents, then `commit`.
 
-    Leaving the `with` without `commit` removes everything.
+    Leaving the `with` without `commit` removes the draft.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.

@@ -92,7 +92,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes; 0 separates documents, so NULs are dropped from the text."""
+    """A tokenizer whose ids are UTF-8 bytes; 0 separates documents, so texts lose their NULs."""
 
     name, vocab_size, end_of_text = "bytes", 256, 0
 
@@ -109,9 +109,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """Characters, numbered by code point; the id after the last one separates documents.
+    """A tokenizer whose ids number the characters of an alphabet, in the order of code points.
 
-    For tiny Shakespeare, they are nanoGPT's 65 ids. NULs are dropped.
+    The id after the last character separates documents. For tiny Shakespeare, the characters have
+    nanoGPT's 65 ids. NULs are dropped.
 
     Args:
       alphabet: text with every character; order and repetitions do not matter.

@@ -36,9 +36,9 @@ class TokenBatches:
 
     A bucket has one shape and the pairs whose longer side lies between two lengths. Each epoch
     shuffles the pairs of a bucket, cuts them into steps and shuffles the steps of all buckets: it
-    visits every pair once, and all epochs have the same number of steps. In a step all replicas
-    have the same shape, and the pairs are dealt to them by length, back and forth, so that all get
-    nearly the same number of tokens.
+    visits every pair once, and all epochs have the same number of steps. In a step, all replicas
+    have the same shape. The pairs are dealt to them by length, back and forth, so that all replicas
+    get nearly the same number of tokens.
 
     The number of rows is chosen such that a bucket's steps are equally full. No step exceeds
     `2 * tokens` with padding, unless a single pair per replica does. At most one row of a block is

@@ -240,9 +240,9 @@ def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str,
 
 
 class TranslationFolderWriter(Draft):
-    """Writes a prepared folder: pairs first, then `commit`.
+    """A writer of a prepared folder: `add` the pairs, then `commit`.
 
-    Leaving the `with` without `commit` removes everything.
+    Leaving the `with` without `commit` removes the draft.
 
     Raises:
       DataError: `out` exists and may not be replaced, or its parent cannot be written.

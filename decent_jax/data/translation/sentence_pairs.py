@@ -112,11 +112,11 @@ def find_inputs(
 ) -> Inputs:
     """The sources that the paths name.
 
-    A path is a prefix (`train` for `train.en` and `train.de`, each plain or compressed) or, for
-    training, a folder of such files, which may also hold validation and test pairs.
+    A path is a prefix: `train` for `train.en` and `train.de`, each plain or compressed. A path in
+    ``inputs`` may also be a folder of such files, which may include validation and test pairs.
 
     Args:
-      inputs: the paths.
+      inputs: the paths of the training pairs.
       languages: the codes of the source and the target language.
       val, test: paths that replace the folders' validation and test pairs.
 

@@ -54,8 +54,8 @@ def normalize(text: str) -> str:
     """The text in a canonical spelling.
 
     The result is in NFC, with one sign each for apostrophes (`'`), double quotes (`"`), hyphens
-    (`-`) and dashes (`–`), without control characters, soft hyphens or zero-width spaces, and with
-    single spaces between words and none around them. Normalizing it again changes nothing.
+    (`-`) and dashes (`–`). It has no control characters, soft hyphens or zero-width spaces, and
+    single spaces between words, but none around them. Normalizing it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
