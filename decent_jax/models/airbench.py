@@ -134,8 +134,8 @@ def whitening(images: np.ndarray) -> np.ndarray:
     """The kernel ``(2, 2, 3, 24)`` that whitens patches of normalized images ``(B, H, W, 3)``.
 
     The first half of the filters are the eigenvectors of the patches' mean outer product, divided
-    by the square roots of their eigenvalues, so that the mean outer product of the outputs is the
-    identity. The second half are their negatives.
+    by the square roots of their eigenvalues (with a small number added to each). The mean outer
+    product of the outputs is then close to the identity. The second half are their negatives.
     """
     patches = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))
     patches = patches.reshape(-1, 3 * PATCH**2).astype(np.float64)  # channels, rows, columns

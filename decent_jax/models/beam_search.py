@@ -39,12 +39,14 @@ def beam_search(
     """Translates a batch of sentences.
 
     The score of a hypothesis is its log probability divided by ``((5 + length) / 6) ** alpha``
-    (Wu et al., 2016, equation 14, without the coverage term); its length includes `END`. The
-    search is tensor2tensor's: of the ``2 * beam`` best continuations of the alive hypotheses, those
-    that end compete with the ``beam`` best finished ones, and the ``beam`` best others stay alive,
-    so a finished hypothesis never narrows the search. The search stops when, in every sentence, no
-    alive hypothesis can become better than the worst finished one. `PAD` and `START` are never
-    chosen. A result does not depend on the other sentences of the batch, or on its padding.
+    (Wu et al., 2016, equation 14, without the coverage term); its length includes `END`.
+
+    The search is tensor2tensor's. Each step takes the ``2 * beam`` best continuations of the alive
+    hypotheses: those that end compete with the ``beam`` best finished hypotheses, and the ``beam``
+    best of those that do not end stay alive. A finished hypothesis therefore never narrows the
+    search. The search stops when, in every sentence, no alive hypothesis can become better than the
+    worst finished one. `PAD` and `START` are never chosen. A result does not depend on the other
+    sentences of the batch, or on its padding.
 
     Compiles once for each shape of ``source`` and each value of ``beam`` and ``max_extra``.
 
@@ -159,7 +161,7 @@ class _Decoder:
     """The decoder, run one token at a time, for sentences that are encoded once.
 
     Args:
-      model: from `transformer.merge`, within this trace.
+      model: the model from `transformer.merge`, within this trace.
       source: ``(B, S)`` int32.
     """
 

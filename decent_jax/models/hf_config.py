@@ -117,7 +117,7 @@ _FIELDS = {  # fields of a run's config that correspond to keys of config.json
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _ROPE = ("rope_parameters", "rope_scaling")  # the key of transformers 5, and the older key
 _OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Keys that do not affect what the weights compute (vocab_size: the rows themselves are checked).
+# Keys that do not affect the logits (vocab_size: the rows themselves are checked).
 _NEUTRAL = {*_ROPE} | set(
     str.split(
         "_attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels "

@@ -126,7 +126,7 @@ def attention(
     """Scaled dot-product attention, ``(B, T, heads, D)``.
 
     Args:
-      config: gives the kernel (``attention``) and the rate of dropout (``dropout``).
+      config: a config with the kernel (``attention``) and the rate of dropout (``dropout``).
       query: ``(B, T, heads, D)``.
       key, value: ``(B, S, kv_heads, D)``; ``kv_heads`` divides ``heads``.
       lengths: ``(B,)`` int32, at least 1, the number of visible keys of each sentence; None means

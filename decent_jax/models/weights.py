@@ -1,11 +1,11 @@
 """Models as safetensors files, with the tensor names of Hugging Face and torchvision.
 
-* Decoders: ``GPT2LMHeadModel``, whose linear weights are ``(inputs, outputs)`` as here,
-  and ``LlamaForCausalLM``, which holds the transpose.
+* Decoders: ``GPT2LMHeadModel``, whose linear weights are ``(inputs, outputs)`` as here, and
+  ``LlamaForCausalLM``, whose linear weights are ``(outputs, inputs)``.
 * Transformers: ``MarianMTModel`` for ``norm="post"``, ``PegasusForConditionalGeneration`` for
   ``norm="pre"``. Both have the sines of the positions in the first half of a hidden vector and the
   cosines in the second. Ours alternate, so the axes of hidden vectors are permuted to that order.
-  Their linear layers hold ``(outputs, inputs)``, and biases that our layers lack are zeros.
+  Their linear weights are ``(outputs, inputs)``, and biases that our layers lack are zeros.
 * ResNets: the ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
   stride in the 3x3 convolution). Convolutions are ``(outputs, inputs, height, width)`` there and
   ``(height, width, inputs, outputs)`` here. Networks that torchvision lacks (other blocks, another

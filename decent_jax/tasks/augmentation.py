@@ -13,7 +13,7 @@ from decent_jax.models import resnet
 def normalize(images: Any) -> Any:
     """Normalizes uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation.
 
-    NumPy arrays stay NumPy arrays.
+    NumPy arrays give NumPy arrays.
     """
     mean, std = (np.array(x, np.float32).reshape(1, 1, 1, 3) for x in (resnet.MEAN, resnet.STD))
     return (images.astype(jnp.float32) / 255 - mean) / std

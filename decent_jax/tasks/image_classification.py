@@ -36,7 +36,7 @@ _WHITENED_IMAGES = 5000
 
 @dataclass(frozen=True)
 class Model:
-    """The network."""
+    """The settings of the network."""
 
     preset: str = setting("resnet50", "shape of the network", choices=tuple(PRESETS))
     blocks: str = setting("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s')
@@ -58,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data(TaskData):
-    """The images."""
+    """The settings of the images."""
 
     path: str = changeable(
         GENERATED,

@@ -28,7 +28,7 @@ _STDLIB_VOCAB = 256  # bytes
 
 @dataclass(frozen=True)
 class Model:
-    """The decoder; a size of 0 is the preset's."""
+    """The settings of the decoder; 0 means the preset's size."""
 
     preset: str = setting("small", "shape of the decoder", choices=tuple(decoders.PRESETS))
     layers: int = size_of_preset("blocks")
@@ -69,7 +69,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data(TaskData):
-    """The folder of tokens."""
+    """The settings of the token folder."""
 
     path: str = changeable(
         "",

@@ -32,7 +32,7 @@ _SHOWN = 5  # translations shown after training
 # ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
 @dataclass(frozen=True)
 class Model:
-    """The Transformer."""
+    """The settings of the Transformer."""
 
     preset: str = setting("base", "shape of the Transformer", choices=tuple(transformer.PRESETS))
     layers: int = size_of_preset("layers of the encoder and of the decoder, each")
@@ -55,7 +55,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data(TaskData):
-    """The sentence pairs."""
+    """The settings of the sentence pairs."""
 
     path: str = changeable(
         "",

@@ -31,7 +31,7 @@ _OF_SACREBLEU = {  # languages for which sacreBLEU has a tokenizer, by any of th
 
 
 class Translator:
-    """Translates with a beam search, compiled once per source width.
+    """A translator by beam search, which is compiled once per source width.
 
     Args:
       config: the model's config.
