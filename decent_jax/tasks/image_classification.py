@@ -83,11 +83,11 @@ class Data(TaskData):
     crop: str = setting(
         "resized",
         "crop of training images; resized: a random 8% to 100% of the picture, resized; whole: the "
-        "largest centered square, for small pictures, together with data.shift",
+        "largest centred square, for small pictures, together with data.shift",
         choices=CROPS,
     )
     eval_size: int = setting(
-        0, "side of the center crop for evaluation; 0: image_size", at_least=0, at_most=2**14
+        0, "side of the centre crop for evaluation; 0: image_size", at_least=0, at_most=2**14
     )
     eval_resize: int = setting(
         0,
