@@ -1,12 +1,12 @@
-"""Write the consensus model of a run as one .safetensors file, under the model's published names.
+"""Write the consensus model of a run as one .safetensors file, with the published array names.
 
     decent-jax export --workdir runs/quickstart --out model.safetensors
 
 The arrays of a GPT-2 or Llama are named as in `transformers`, which loads ``model.safetensors``
 with the ``config.json`` written next to it. A translation Transformer is saved as a Marian model,
 or as a Pegasus if its LayerNorms come first. The arrays of a ResNet are named as in torchvision and
-include the batch-norm statistics of its evaluation; its ``config.json`` holds the architecture, the
-classes, and the normalization of images.
+include the batch-norm statistics used for evaluation; its ``config.json`` holds the architecture,
+the classes, and the normalization of images.
 """
 
 import re
@@ -27,7 +27,7 @@ _BESIDE += ("vocab.json", "merges.txt")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 after one sentence on stderr."""
     parser = model_parser("export", __doc__)
-    parser.add_argument("--out", required=True, metavar="FILE.safetensors")
+    parser.add_argument("--out", required=True, metavar="FILE.safetensors", help="file to write")
     path = export(**vars(parser.parse_args(arguments)))
     print(f"wrote {path} and {path.with_name('config.json')}")
     return 0
@@ -65,7 +65,7 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
 def _check_replaceable(out: Path) -> None:
     """Raise ConfigError if the export would replace a file that no export has written."""
     check_replaceable(out, "--out", _EXPORTED)
-    again = out.exists() and out.stat().st_size > 0  # an export, which wrote the others, too
+    again = out.exists() and out.stat().st_size > 0  # then it also wrote the others
     for path in (out.with_name(name) for name in _BESIDE):
         if path.is_symlink() or (path.exists() and not again):
             why = f"must be in another folder: no export has written the {path.name} there"

@@ -28,15 +28,15 @@ COMMANDS = {
     "plot": ("commands.plot", "draw the curves of a run, or compare several"),
     "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
     "supervise": ("commands.supervise", "start processes, and restart them when one is lost"),
-    "preflight": ("commands.preflight", "check the processes of a cluster, measure its links"),
-    "planner": ("planner.__main__", "predict step times, recommend a schedule"),
+    "preflight": ("commands.preflight", "check the processes of a cluster and measure its links"),
+    "planner": ("planner.__main__", "predict step times and recommend a schedule"),
     "peers": ("peers.__main__", "replay or resize a run of asynchronous peers"),
 }
 # These check for missing extras themselves; all others need at least a config reader.
 OWN_NEEDS = ("status", "plot", "prepare", "planner")
 
 EXAMPLES = """\
-Train a small model on Python's standard library, plot it, use it (one to four minutes):
+Train a small model on Python's standard library, plot its curves and use it (one to four minutes):
   decent-jax train --config quickstart --workdir runs/quickstart
   decent-jax plot runs/quickstart
   decent-jax sample --workdir runs/quickstart --prompt "def main("
@@ -109,7 +109,7 @@ def import_module(name: str) -> types.ModuleType:
 
 
 def console() -> None:
-    """The entry point of the installed ``decent-jax``."""
+    """Entry point of the installed ``decent-jax``: runs `main` and exits with its code."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that show only ASCII
@@ -186,7 +186,7 @@ def sigterm_told(prog: str) -> Iterator[None]:
         if signal.getsignal(signal.SIGTERM) is noted:
             signal.pthread_sigmask(how, {signal.SIGTERM})
 
-    def of_a_child():  # such as a reader of data: its signals are its own
+    def of_a_child():  # such as a data reader, which handles its own signals
         if signal.getsignal(signal.SIGTERM) is noted:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -5,7 +5,7 @@
 One run is drawn to RUN/curves.png, several runs to comparison.png in the current folder. If plotly
 is installed (extra "page"), the command also writes a self-contained HTML page next to the picture,
 RUN/report.html or comparison.html: curves with values on hover, results, a breakdown of the time,
-and settings that differ. With --mean, runs that differ only in their seed are drawn as one line
+and the settings that differ. With --mean, runs that differ only in their seed are drawn as one line
 with a band, against steps, time and bytes sent, and no page is written.
 """
 
@@ -23,11 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="decent-jax plot", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
-    where = "default: RUN/curves.png, or comparison.png here for several runs"
+    where = "default: RUN/curves.png, or ./comparison.png for several runs"
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
-    add("--mean", action="store_true", help="one line for runs that differ only in the seed")
+    add("--mean", action="store_true", help="draw runs that differ only in the seed as one line")
     options = parser.parse_args(arguments)
-    from decent_jax.plots import runs  # here, as matplotlib takes a while
+    from decent_jax.plots import runs  # here, since importing matplotlib takes a while
 
     beside = None  # the page, if it is not inside the run directory
     if options.out is not None or len(options.runs) > 1:

@@ -4,10 +4,10 @@
         decent-jax preflight --config configs/gpt2_openwebtext.py --save network.json
 
 Start it like train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or with
---config.cluster.coordinator, num_processes and process_id. It checks that all processes have the
-same versions, the same config, and the same kind and number of devices. Then it measures the
-latency and bandwidth from the first device of every process to the first device of every other, and
-saves them for `decent-jax planner ... --network network.json`.
+--config.cluster.coordinator, num_processes and process_id. The command checks that all processes
+have the same versions, the same config, and the same kind and number of devices. Then it measures
+the latency and bandwidth from the first device of every process to the first device of every other,
+and saves them for `decent-jax planner ... --network network.json`.
 
 For peers and pipelines, start it once: it measures the links between the nodes of the Ray cluster
 in --config.ray.address ("auto" or HOST:PORT).
@@ -31,8 +31,8 @@ from decent_jax.train import flags
 from decent_jax.train.settings import Config
 
 FLAGS = {
-    "megabytes": Field(8.0, "size of a large message", at_least=0.01, at_most=10_000),
-    "repeats": Field(7, "measurements of each link", at_least=1, at_most=10_000),
+    "megabytes": Field(8.0, "size of the bandwidth message, in MB", at_least=0.01, at_most=10_000),
+    "repeats": Field(7, "number of measurements per link", at_least=1, at_most=10_000),
 }
 
 
@@ -51,8 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
     parser = Parser(prog="decent-jax preflight", description=__doc__)
-    parser.add_argument("--config", metavar="FILE[:ARGUMENTS]", help="of the planned run")
-    parser.add_argument("--save", metavar="FILE", default="network.json", help="%(default)s")
+    parser.add_argument("--config", metavar="FILE[:ARGUMENTS]", help="config of the planned run")
+    saved = "file for the measured network (default: %(default)s)"
+    parser.add_argument("--save", metavar="FILE", default="network.json", help=saved)
     parser.add_fields(FLAGS)
     options, rest = parser.parse_known_args(arguments)
     check_replaceable(options.save, "--save")

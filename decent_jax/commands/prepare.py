@@ -1,4 +1,4 @@
-"""Prepares data for training: `decent-jax prepare text|images|translation --help`.
+"""Prepare data for training: `decent-jax prepare text|images|translation --help`.
 
 All kinds of data share the arguments, error messages and exit codes of this module. Each kind has a
 module `decent_jax.data.KIND.prepare_KIND`, with a function `prepare` that scripts may call.
@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
         prog="decent-jax prepare",
-        description="Prepare data for training, once; `... KIND --help` lists a kind's arguments.",
+        description="Prepare data for training. `decent-jax prepare KIND --help` lists the flags.",
     )
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     name = parser.parse_args(argv[:1]).kind
     # Only the libraries of this kind need to be installed.
     kind = importlib.import_module(f"decent_jax.data.{name}.prepare_{name}")
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     with worker_pool.handled(signal.SIGTERM, end), worker_pool.handled(signal.SIGHUP, closed):
         try:
             manifest = kind.prepare(inputs, out, **args)
-        except OSError as error:  # while writing, such as a full disk
+        except OSError as error:  # while writing, for example because the disk is full
             raise ConfigError(f"{out}: {error.strerror or error}") from None
         except KeyboardInterrupt:
             print("decent-jax prepare: interrupted; nothing was written", file=sys.stderr)
@@ -61,8 +61,8 @@ def _parser(name: str, kind) -> Parser:
     add = parser.add_argument
     many = {} if name == "images" else {"nargs": "+"}
     add("--input", required=True, metavar="PATH", help="files and folders to read", **many)
-    add("--out", required=True, metavar="DIR", help="the folder to make")
+    add("--out", required=True, metavar="DIR", help="folder to create")
     kind.add_arguments(parser)
-    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    add("--overwrite", action="store_true", help="replace OUT if it is an earlier result")
+    add("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+    add("--overwrite", action="store_true", help="replace the folder if it is an earlier result")
     return parser

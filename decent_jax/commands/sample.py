@@ -1,6 +1,8 @@
 """Continue a prompt with the consensus model of a run.
 
-decent-jax sample --workdir runs/quickstart --prompt "def main("
+    decent-jax sample --workdir runs/quickstart --prompt "def main("
+
+A line of dashes follows each continuation.
 """
 
 from decent_jax.ground.command_line import command, model_parser
@@ -8,11 +10,11 @@ from decent_jax.ground.fields import Field
 from decent_jax.train.saved_model import TrainedRun
 
 FLAGS = {
-    "tokens": Field(200, "tokens to add", at_least=1, at_most=10**6),
+    "tokens": Field(200, "number of tokens to add", at_least=1, at_most=10**6),
     "samples": Field(1, "number of continuations", at_least=1, at_most=10**4),
-    "temperature": Field(0.8, "divides the logits; 0 is greedy", at_least=0),
+    "temperature": Field(0.8, "divisor of the logits; 0: greedy", at_least=0),
     "top_k": Field(0, "sample from the k most likely tokens; 0: all", at_least=0, at_most=2**24),
-    "seed": Field(0, "seed of the draws", at_least=0, at_most=2**63 - 1),
+    "seed": Field(0, "random seed", at_least=0, at_most=2**63 - 1),
 }
 
 

@@ -18,11 +18,11 @@ from decent_jax.ground.run_folder import SCORES
 from decent_jax.monitor import goodput_file, run_state
 from decent_jax.monitor.run_state import RunState
 
-_INCIDENTS = 4  # most incidents shown, the newest
-_ROWS = 16  # most replicas shown, those with the largest loss
-_FEWEST, _ALL = 4, 10**6  # rows of a table
-_SLOW = 1.5  # a slow process takes this many times as long as the fastest
-_LABEL = 11  # columns of a label
+_INCIDENTS = 4  # largest number of incidents shown, the newest
+_ROWS = 16  # largest number of replicas shown, those with the largest loss
+_FEWEST, _ALL = 4, 10**6  # smallest and largest number of rows of a table
+_SLOW = 1.5  # a slow process takes more than this many times as long as the fastest
+_LABEL = 11  # width of a label, in columns
 _SENT = "comm/between_hosts_bytes"
 
 

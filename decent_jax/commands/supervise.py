@@ -6,19 +6,20 @@
         --via "ssh {host} 'cd /shared/here &&'" -- \\
         train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
 
-It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
-process is lost (killed by a signal, ended with an unexpected exit code, lost with its host, or
-silent for cluster.heartbeat_s), all processes end and restart within seconds, from the in-memory
-checkpoints of their hosts (recovery.every) or else from disk. The lost process restarts on its own
-host or on a spare one; if neither answers, the run continues without it. Each replica then keeps
-its share of the batch: without one of four processes, num_replicas and batch_size shrink to three
-quarters, while the learning rate and the number of steps do not change. If the schedule does not
-allow the new number of replicas, one_peer_exp replaces it.
+The command adds --config.cluster.coordinator, num_processes and process_id to the flags of
+train.py. When a process is lost (killed by a signal, ended with an unexpected exit code, lost with
+its host, or silent for cluster.heartbeat_s), all processes end and restart within seconds, from the
+in-memory checkpoints of their hosts (recovery.every) or else from disk. The lost process restarts
+on its own host or on a spare one; if neither answers, the run continues without it. Each replica
+then keeps its share of the batch: without one of four processes, num_replicas and batch_size shrink
+to three quarters. The learning rate does not change, nor does the number of steps unless the run is
+given in epochs. If the schedule does not allow the new number of replicas, one_peer_exp replaces
+it.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
-run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. If the
-supervisor itself ends, its processes end within cluster.heartbeat_s, after saving a checkpoint if
-there is time.
+run with that code. The terminal shows the output of process 0; the other processes write to
+WORKDIR/process-K.log. If the supervisor itself ends, its processes end within
+cluster.heartbeat_s, after saving a checkpoint if there is time.
 """
 
 import argparse
@@ -46,14 +47,9 @@ from decent_jax.train.settings import Config
 
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
 FLAGS = {
-    "processes": Field(0, "processes on this machine", at_least=0, at_most=1024),
-    "port": Field(9876, "port of process 0, with --hosts", at_least=1, at_most=2**16 - 101),
-    "again": Field(
-        3,
-        "how often a process is restarted while the run makes no progress",
-        at_least=0,
-        at_most=10**6,
-    ),
+    "processes": Field(0, "number of processes, all on this machine", at_least=0, at_most=1024),
+    "port": Field(9876, "first port of process 0, with --hosts", at_least=1, at_most=2**16 - 101),
+    "again": Field(3, "restarts per process while the run is stuck", at_least=0, at_most=10**6),
 }
 # Modules that every process needs, imported once per host.
 WARM = ("decent_jax.train.synchronous", "decent_jax.commands.main", "decent_jax.plots.runs")
@@ -95,12 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="decent-jax supervise", description=__doc__)
     add = parser.add_argument
-    add("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
+    add("--hosts", metavar="NAME[=ADDRESS],...", help="hosts, each of which runs one process")
     add("--spares", metavar="NAME[=ADDRESS],...", help="hosts that replace a lost one")
     via = "how to start a shell command on a host (default: %(default)s)"
     add("--via", default="ssh {host}", metavar="COMMAND", help=via)
     parser.add_fields(FLAGS)
-    add("program", nargs=argparse.REMAINDER, help="-- train.py and its flags")
+    add("program", nargs=argparse.REMAINDER, help="--, then train.py and its flags")
     options = parser.parse_args(arguments)
     program = options.program[options.program[:1] == ["--"] :]
     if not program or not Path(program[0]).is_file():

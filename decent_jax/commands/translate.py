@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 after one sentence on stderr."""
     parser = model_parser("translate", __doc__)
     parser.add_argument("--input", metavar="FILE", help="UTF-8 text (default: standard input)")
-    parser.add_argument("--beam", type=int, default=4, help="beams; 1 is greedy (default: 4)")
+    parser.add_argument("--beam", type=int, default=4, help="beam width; 1: greedy (default: 4)")
     parsed, began, count = parser.parse_args(arguments), 0.0, 0
     path = parsed.input
     with open(path, "rb") if path else contextlib.nullcontext(sys.stdin.buffer) as file:
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(translate(sentences)), flush=True)
             began, count = began or time.monotonic(), count + len(sentences)
             sentences = list(itertools.islice(lines, _AT_A_TIME))
-    if count > _AT_A_TIME:  # the first ones also compile
+    if count > _AT_A_TIME:  # the first ones include compilation
         rate = (count - _AT_A_TIME) / (time.monotonic() - began)
         print(f"{count} sentences, {rate:.1f} per second", file=sys.stderr)
     return 0

@@ -69,7 +69,7 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 def model_parser(name: str, description: str | None) -> Parser:
     """A parser with the flags that choose a model in `sample`, `export` and `translate`."""
     parser = Parser(prog=f"decent-jax {name}", description=description)
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="the run directory")
     which = "the newest checkpoint (default), or the one with the best validation loss"
     parser.add_argument("--which", choices=("last", "best"), default="last", help=which)
     return parser

@@ -25,9 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         ("resize", "change the number of peers of a running or interrupted run"),
     ):
         own = commands.add_parser(name, help=words, description=f"{words.capitalize()}.")
-        own.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
+        own.add_argument("--workdir", required=True, metavar="DIR", help="the run directory")
         if name == "resize":
-            most = "peers, at least 1"
+            most = "new number of peers, at least 1"
             own.add_argument("--count", required=True, type=int, metavar="N", help=most)
     options = parser.parse_args(arguments)
     if options.command == "replay":

@@ -27,12 +27,12 @@ examples:
   %(prog)s --config gpt2_openwebtext:decentralized --workdir runs/gpt2 \\
       --config.data.path=DIR --config.batch_size=480
 
-Any field of the config is set by --config.NAME=VALUE (model.layers, data.path, eval.every, ...);
---show prints them all with their values. Durations are steps, "2 epochs" or "5%%". Run the same
-command again to resume. Ctrl-C and SIGTERM save a checkpoint first; a second Ctrl-C, some seconds
-later, exits without one.
+--config.NAME=VALUE sets any field of the config (model.layers, data.path, eval.every, ...); --show
+prints all fields with their values. A duration is a number of steps, "2 epochs" or "5%%". Run the
+same command again to resume. Ctrl-C and SIGTERM save a checkpoint first; a second Ctrl-C, some
+seconds later, exits without one.
 
-exit codes: 0 done; 1 failed; 2 refused, nothing was trained; 75 another process was lost; 128 + the
+exit codes: 0 done; 1 failed; 2 refused before training; 75 another process was lost; 128 + the
 number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 broken pipe).
 """
 
@@ -59,18 +59,18 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         metavar="FILE[:ARGUMENTS]",
         help="config file, or the name of one included in the package: " + ", ".join(CONFIGS),
     )
-    parser.add_argument("--workdir", metavar="DIR", help="directory of the run's files")
+    parser.add_argument("--workdir", metavar="DIR", help="the run directory")
     parser.add_argument("--show", action="store_true", help="print the config and exit")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="open the data, compile and time a step, print the cost of a run, and exit",
+        help="open the data, compile and time one step, print the cost of a run, and exit",
     )
     parser.add_argument(
         "--on",
         metavar="DEVICES",
-        help="with --check: compile for devices that need not be here, and time nothing: v5e:4x4, "
-        "tpu7x:2x2x1,slices=2, h100:2x8 (nodes x GPUs per node)",
+        help="with --check: compile for devices that this machine need not have, without timing: "
+        "v5e:4x4, tpu7x:2x2x1,slices=2, h100:2x8 (nodes x GPUs per node)",
     )
     known, rest = parser.parse_known_args(argv)
     config = override_all(load(known.config), rest)
