@@ -4,7 +4,7 @@
     decent-jax planner recommend   which schedule, how often, in which format
     decent-jax planner place       which replica or pipeline stage on which device
 
-Each command has more details in its --help. None of them needs a GPU or the cluster.
+`decent-jax planner COMMAND --help` has more details. No command needs a GPU or the cluster.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _predict(args: Options) -> None:
-    """Step time of every algorithm, its parts, and the speed-up over all-reduce.
+    """Predict the step time of every algorithm, its parts, and the speed-up over all-reduce.
 
     decent-jax planner predict --network nvlink_25gbe --nodes 4 --devices_per_node 4 \\
         --parameters 124e6 --compute_s 0.2 --sigma 0.1
@@ -63,16 +63,16 @@ def _predict(args: Options) -> None:
         --trace runs/alone --out step.png
         compute time and its variation from a run of one replica; a Gantt chart of a few steps
 
-    Reading the table: compute is the time of one replica alone; exposed communication is the part
-    not hidden by compute; stragglers is the time lost because compute times vary. They add up to
-    the step.
+    In the table, compute is the time of one replica alone, exposed communication is the part that
+    compute does not hide, and stragglers is the time lost because compute times vary. The three add
+    up to the step.
     """
     options.complete(args)
     machines, workload = options.network_of(args), options.workload_of(args)
     rows = predict.compare(machines, workload)
     print(predict.format_table(rows))
     if args.out:
-        from decent_jax.plots import gantt, style  # here: matplotlib takes a while
+        from decent_jax.plots import gantt, style  # here, since importing matplotlib takes a while
 
         known = [row.label for row in rows]
         names = [name for name in predict.TIMELINES if name in known]
@@ -85,7 +85,7 @@ def _predict(args: Options) -> None:
 
 
 def _recommend(args: Options) -> None:
-    """The schedule and its settings with the shortest step, and why.
+    """Recommend the schedule and the settings with the shortest step.
 
     decent-jax planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
         --parameters 124e6 --compute_s 0.2 --sigma 0.1
@@ -96,9 +96,9 @@ def _recommend(args: Options) -> None:
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
         then: train.py --config ... --config.cluster.plan=plan.json
 
-    The choice with the shortest step comes first; among those within 1% of it, the one whose
-    replicas agree soonest. docs/results.md lists how formats and longer intervals change the loss;
-    allow only those that you accept.
+    The choice with the shortest step comes first; among those within 1% of it, the one that reaches
+    consensus fastest. docs/results.md lists how formats and longer intervals change the loss; name
+    only those that you accept.
     """
     options.complete(args)
     options.choose_method(args)
@@ -157,7 +157,8 @@ def _place(args: Options) -> None:
         --config.trainer=pipelines --config.pipeline.stages=8 --config.num_replicas=8
         --config.cluster.plan=plan.json
 
-    disagreement is the age of the drift that is not averaged away yet; lower is better.
+    In the output, disagreement is the age of the drift between replicas that is not averaged away
+    yet; lower is better.
     """
     machines = options.network_of(args)
     (_place_replicas if args.stages is None else _place_stages)(args, machines)

@@ -75,19 +75,19 @@ MUST = "required"
 Flag = tuple[str, str, Callable[[str], object], object, str]
 NETWORK = (
     ("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
-    ("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
-    ("devices_per_node", "L", COUNT, None, "preset's (default: config.replicas_per_node)"),
+    ("nodes", "N", COUNT, None, "number of nodes of a preset; of a file, the first N"),
+    ("devices_per_node", "L", COUNT, None, "of a preset (default: config.replicas_per_node)"),
 )
 WORKLOAD = (
     ("parameters", "P", PARAMETERS, None, "number of parameters of the model"),
     ("config", "FILE[:ARGUMENTS]", str, None, "config file of train.py"),
-    ("compute_s", "S", SECONDS, None, "seconds of forward and backward of one replica"),
-    ("sigma", "S", number(0, 5), 0.0, "compute varies: lognormal, 0.1 is about 10%%"),
-    ("trace", "DIR|FILE", str, None, "--workdir of a run whose step times say both instead"),
+    ("compute_s", "S", SECONDS, None, "forward and backward pass of one replica, in seconds"),
+    ("sigma", "S", number(0, 5), 0.0, "lognormal variation of compute; 0.1 is about 10%%"),
+    ("trace", "DIR|FILE", str, None, "--workdir of a run that gives compute_s and sigma"),
 )
 SEARCH = (
-    ("plan", "FILE.json", command_line.output_file, None, "write the plan for train.py"),
-    ("time_limit_s", "S", SECONDS, 5.0, "seconds that the search may take"),
+    ("plan", "FILE.json", command_line.output_file, None, "file to write the plan to"),
+    ("time_limit_s", "S", SECONDS, 5.0, "time limit of the search, in seconds"),
 )
 SCHEDULES = ", ".join(NAMES)
 STAGES = "pipeline stages in data-parallel groups (DT-FM)"  # a group of flags of `place`
@@ -100,15 +100,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "FILE.png",
             command_line.picture_file,
             None,
-            "draw a few steps of some as a Gantt chart",
+            "Gantt chart to draw: a few steps of some algorithms",
         ),
     ),
     "recommend": (
         *NETWORK,
         *WORKLOAD,
-        ("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
+        ("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES} (default: all)"),
         ("mix_every", "H,H", several(number(1, 1000, int)), "1", "steps per round to try"),
-        ("codecs", "W,W", several(one_of(*CODECS)), "float32", f"of {', '.join(CODECS)}"),
+        ("codecs", "W,W", several(one_of(*CODECS)), "float32", f"some of {', '.join(CODECS)}"),
         *SEARCH,
     ),
     "place": (
@@ -116,12 +116,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         *SEARCH,
         ("parameters", "P", PARAMETERS, MUST, "number of parameters of the model"),
         ("schedule", "NAME", str, "one_peer_exp", f"one of {SCHEDULES}"),
-        ("compute_s", "S", number(0, LONGEST_S), 0.0, "seconds of a replica's batch"),
+        ("compute_s", "S", number(0, LONGEST_S), 0.0, "compute per replica and step, in seconds"),
     ),
     STAGES: (
-        ("stages", "K", COUNT, None, "pipeline stages"),
-        ("replicas", "R", COUNT, None, "pipelines; they take K x R devices"),
-        ("pipeline_bytes", "B", number(0, 1e15), None, "bytes per step to the next stage"),
+        ("stages", "K", COUNT, None, "number of pipeline stages"),
+        ("replicas", "R", COUNT, None, "number of pipelines, which take K x R devices"),
+        ("pipeline_bytes", "B", number(0, 1e15), None, "bytes per step from a stage to the next"),
     ),
 }
 
