@@ -119,8 +119,8 @@ Packs the images of PATH into OUT/train-*.array_record and OUT/val-*.array_recor
 with OUT/manifest.json. Each image is decoded once as a check and stored as it is; broken ones are
 left out and listed in OUT/bad_files.jsonl.
 
-Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg, and whatever else Pillow
-decodes) and TFDS folders stored as array_record. Files of other kinds are counted.
+Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg, or any other format that
+Pillow decodes) and TFDS folders stored as array_record. Files of other kinds are only counted.
 """
 EXAMPLE = """\
 example, a folder of photographs:

@@ -192,14 +192,14 @@ def _check_counts(counts: dict[str, int], val_fraction: float | None) -> None:
 
 DESCRIPTION = """\
 Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocabulary beyond
-65,536; each document followed by the end-of-text id), with OUT/manifest.json and the tokenizer's
+65,536; each document ends with the end-of-text id), with OUT/manifest.json and the tokenizer's
 files.
 
-Reads .txt (a file is a document), .jsonl or .ndjson (a line is a document), both also as .gz, .bz2,
-.xz or .zst, .parquet (a row is a document), and folders of these, whose other files it counts.
+Reads .txt (one document per file), .jsonl and .ndjson (one per line), both also as .gz, .bz2, .xz
+or .zst, .parquet (one per row), and folders of these. Other files in the folders are only counted.
 """
 EXAMPLE = """\
-example, 1 % of the documents of a folder of .jsonl.gz files for validation:
+example, a folder of .jsonl.gz files with 1% of the documents for validation:
   decent-jax prepare text --input corpus/ --out data/corpus \\
       --tokenizer gpt2 --val_fraction 0.01
 
@@ -214,11 +214,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds += " Face tokenizer.json), or an earlier OUT, whose tokenizer is used"
     add("--tokenizer", required=True, metavar="NAME", help=kinds)
     end = "the token of FILE.json that ends a document (default: its special one, or the eos_token"
-    end += " of the tokenizer_config.json beside it)"
+    end += " of the tokenizer_config.json next to it)"
     add("--end_of_text", metavar="TOKEN", help=end)
-    share = "share of the documents, or of a single text file, for val.bin (%(default)s)"
+    share = "fraction of the documents, or of a single text file, for val.bin (%(default)s)"
     one_of("--val_fraction", dest="val", type=float, default=0.0005, metavar="F", help=share)
-    read = "files or folders with the documents of val.bin, instead of a share"
+    read = "files or folders with the documents of val.bin, instead of a fraction"
     one_of("--val_input", dest="val", nargs="+", metavar="PATH", help=read)
     field = "JSON field or parquet column with the text (%(default)s)"
     add("--text_field", default="text", metavar="NAME", help=field)

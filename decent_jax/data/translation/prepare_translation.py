@@ -334,13 +334,13 @@ def _list(dropped: dict[str, int]) -> str:
 
 DESCRIPTION = """\
 Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train.ids and so on,
-OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it keeps the text too.
+OUT/vocabulary.model and OUT/manifest.json. The text of validation and test pairs is kept, too.
 
 PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz, .bz2, .xz or
 .zst), or a folder of files named train, val and test.
 
-Training leaves out pairs that are empty, untranslated, repeated or also in val or test, and pairs
-with a side that is too long or far longer than the other; the manifest counts them.
+Training leaves out pairs that are untranslated, repeated or also in val or test, and pairs with a
+side that is empty, too long or far longer than the other side. The manifest counts them.
 """
 EXAMPLE = """\
 example, WMT14 from its unpacked archives:
@@ -358,10 +358,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source_lang", required=True, metavar="EN", help="the language to translate from")
     add("--target_lang", required=True, metavar="DE", help="the language to translate to")
     one_of("--val", metavar="PATH", help="prefix of the validation pairs")
-    share = "take a share of the training pairs as validation pairs"
+    share = "fraction of the training pairs to use as validation pairs"
     one_of("--val_fraction", dest="val", type=float, metavar="F", help=share)
     add("--test", metavar="PATH", help="prefix of the test pairs")
-    size = "subwords of the joint vocabulary (%(default)s)"
+    size = "number of subwords in the joint vocabulary (%(default)s)"
     add("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help=size)
 
 
