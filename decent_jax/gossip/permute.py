@@ -74,7 +74,7 @@ class ReplicaAxis:
         return ReplicaAxis(on_mesh, block, devices, rows)
 
     def lift(self, x: jax.Array) -> jax.Array:
-        """This device's rows (block, ...); nothing is sent. Under vmap they are the batched array."""
+        """This device's rows (block, ...), without sending; under vmap, the batched array."""
         if self.block_axis is None:
             return x[None]
         if self.checks_vma(x):  # jax 0.10-0.12: all_gather over vmap fails there
