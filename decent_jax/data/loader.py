@@ -39,7 +39,7 @@ _MEMORY = "/dev/shm"  # the file system through which readers pass their batches
 
 
 class Batches(Iterator[Any]):
-    """An iterator over batches read by threads or ``workers``; `close` (or `with`) stops these.
+    """An iterator over batches from threads or ``workers``, which `close` (or `with`) stops.
 
     `next` raises DataError if a batch cannot be read.
     """
@@ -138,7 +138,7 @@ def eval_batches(
     replicas: Sequence[int] | None = None,
     workers: int = 0,
 ) -> Batches:
-    """Every record of `source` once, in order; the last batch is padded with zeros.
+    """An iterator over all records of `source`, each once; the last batch is padded with zeros.
 
     Arguments are as for `train_batches`; `max_batches` > 0 stops after that many batches.
 

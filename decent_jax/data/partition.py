@@ -4,7 +4,7 @@ Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: e
 class mixture q from a Dirichlet distribution around the data set's mixture p, and samples records
 according to q without replacement. All replicas draw simultaneously and equally often; once a class
 is exhausted, the remaining classes are drawn in proportion to q. Each record thus belongs to at
-most one replica, and all replicas own equally many (fewer than n records are left out). The
+most one replica, and all replicas own equally many (at most n - 1 records are left out). The
 alternative, which divides each class among the replicas (Yurochkin et al., 2019), leaves some
 replicas with few records.
 
@@ -104,7 +104,8 @@ def dirichlet(
     Args:
       labels: (N,) integers, the class of every record.
       num_replicas: n, at most N.
-      alpha: above 0; if small, each replica has few classes; if large, all have the same mixture.
+      alpha: concentration, above 0; with a small one, each replica has few classes, and with a
+        large one, all replicas have the same mixture.
       seed: any integer >= 0; the same arguments give the same partition.
       class_names: the name of label k at index k, for reports; None means the labels themselves.
 
@@ -165,8 +166,8 @@ def for_run(
 def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) -> np.ndarray:
     """(n, K): logarithms of n draws of Dirichlet(alpha * prior / sum(prior**2)), up to a constant.
 
-    Normalized Gamma variables are a Dirichlet draw. For the small pseudo-counts of a small alpha
-    they underflow, so log Gamma(a) is drawn as log Gamma(a + 1) + log(U) / a.
+    Normalized Gamma variables are a Dirichlet draw. For the small pseudo-counts of a small alpha,
+    they would underflow, so log Gamma(a) is drawn as log Gamma(a + 1) + log(U) / a.
     """
     counts = max(alpha, 1e-250) * prior / (prior**2).sum()  # so that the division stays finite
     shape = num_replicas, len(prior)
@@ -176,8 +177,8 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
     """(n, K) int64: how many records of each class each replica takes; rows add up to `each`.
 
-    The counts have the same distribution as drawing one record at a time in random order, and
-    redrawing if a class is exhausted.
+    The counts have the same distribution as if the replicas drew one record at a time, in random
+    order, and redrew if a class is exhausted.
     """
     counts = np.zeros(log_mixtures.shape, np.int64)
     need, left = np.full(len(counts), each), sizes.astype(np.int64)

@@ -67,7 +67,7 @@ def find_or_make(out: Path, find: Callable[[], Json | None], make: Callable[[boo
 
     Several processes may call this at the same time: one folder wins, and all return its manifest.
     The argument of `make` is whether it may replace `out`. It may not if `out` did not exist
-    before `find`: another process is about to read a folder that has appeared since.
+    before `find`, because another process is about to read a folder that has appeared since.
     """
     replaceable = out.exists()
     if (manifest := find()) is not None:

@@ -88,7 +88,7 @@ CONFIGS = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))} if _FOLDER 
 def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
     """One name of each kind, from the ``arguments`` of a config file's `get_config`.
 
-    The names may come in any order; a kind without a name among them gets its first name.
+    The names may come in any order; the default of each kind is its first name.
 
     Raises:
       ConfigError: a name belongs to no kind, or two names belong to one kind.

@@ -118,7 +118,7 @@ class Listener:
 def listen(
     host: str, secret: bytes, serve: Callable[[Connection], None]
 ) -> tuple[Listener, Address]:
-    """Starts a listener at a free port, for clients that know the secret; returns its address, too.
+    """Starts a listener at a free port for clients that know the secret: (listener, its address).
 
     Args:
       host: an IP address of this machine.

@@ -90,8 +90,8 @@ class PeerLost(Foreseen, RuntimeError):
 def unforeseen(error: BaseException) -> str:
     """A sentence about an unexpected error, such as one in a user's task.
 
-    It names the last traceback line in the user's own files (or, if there is none, in a package's)
-    and the file with the traceback.
+    The sentence names the last traceback line in the user's files (or, if there is none, in a
+    package's) and the file with the traceback.
     """
     frames = traceback.extract_tb(error.__traceback__) or [traceback.FrameSummary("?", 0, "?")]
     own = [frame for frame in frames if "site-packages" not in frame.filename]

@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def name_all(processes: list[int], hosts: list[str]) -> str:
-    """The numbers of some processes in words, with their hosts if these are known.
+    """A phrase with the numbers of some processes, and with their hosts if these are known.
 
     >>> name_all([2], []), name_all([0, 2], ["a", "b", "c"]), name_all([0, 1, 2, 3], [])
     ('process 2', 'processes 0 (a) and 2 (c)', 'processes 0, 1, 2 and 3')
@@ -114,7 +114,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """The parts between commas; commas inside brackets do not separate.
+    """The parts of ``text`` between commas that are outside brackets.
 
     >>> split_outside_brackets("ring,hierarchical(complete, one_peer_exp), star")
     ['ring', 'hierarchical(complete, one_peer_exp)', 'star']

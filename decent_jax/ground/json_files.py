@@ -21,7 +21,7 @@ _RECORD_BYTES = 512  # size of a file that `overwrite_json` writes
 def check_regular(path: str | Path) -> None:
     """Raises OSError if the path is a pipe, a socket or a device, which may be endless.
 
-    Missing paths and folders pass: opening them will fail.
+    Missing paths and folders pass, because opening them fails anyway.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -49,7 +49,7 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
 
     Raises:
       FileNotFoundError, NotADirectoryError: there is no file; the caller decides what that means.
-      DataError: it cannot be read, or is not JSON; ``otherwise`` is the message's second half.
+      DataError: the file cannot be read, or is not JSON; ``otherwise`` then ends the message.
     """
     try:
         return json.loads(read_bytes(path))  # UTF-8, with or without a byte order mark, or UTF-16

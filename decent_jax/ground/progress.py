@@ -32,7 +32,7 @@ def announce(
     Args:
       message: the text without the three dots.
       quiet: whether to print nothing.
-      brief: whether to print even a wait that ends within ``after_s`` without an error.
+      brief: whether to print even if the work ends within ``after_s`` without an error.
       after_s: seconds before the first words, so that a command that is refused sooner prints only
         the reason.
     """
@@ -102,8 +102,8 @@ class Progress:
     def update(self, step: int, metrics: dict[str, float] | None = None) -> None:
         """Shows that `step` steps are done.
 
-        `metrics` are shown under their names: {"loss": 2.413, "tokens/s": 81234.0}. Without metrics
-        only the bar advances, which is cheap enough for every step.
+        `metrics` are shown under their names: {"loss": 2.413, "tokens/s": 81234.0}. Without
+        metrics, only the bar advances, which is cheap enough for every step.
         """
         if self._quiet:
             return

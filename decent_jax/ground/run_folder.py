@@ -86,7 +86,7 @@ def load_run(path: str | Path) -> RunFolder:
     """The run in the folder ``path`` (or with the metrics file ``path``).
 
     Raises:
-      RunError: it is not a run directory, or has no rows.
+      RunError: ``path`` is not a run directory, or has no rows.
     """
     path = Path(path)
     try:

@@ -102,7 +102,7 @@ class TrainImages:
 class EvalImages:
     """Centre crops of encoded records: `{"image": (size, size, 3) uint8, "label": () int32}`.
 
-    They are in a fixed random order, so the first records are a sample of all classes.
+    The crops are in a fixed random order, so the first ones are a sample of all classes.
 
     Args:
       files: as for `TrainImages`.
@@ -133,7 +133,8 @@ def random_box(random: np.random.Generator, height: int, width: int) -> Box:
     """A random box in a picture, with an area share in `AREA` and an aspect ratio in `RATIO`.
 
     If none of ten draws fits into the picture, the result is the largest centred box with an
-    allowed ratio. Ratios are log-uniform (torchvision's RandomResizedCrop; Szegedy et al., 2015).
+    allowed ratio. Ratios are log-uniform, as in torchvision's RandomResizedCrop (Szegedy et al.,
+    2015).
     """
     low, high = np.log(RATIO)
     for _ in range(_TRIES):

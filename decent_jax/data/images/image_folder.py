@@ -126,11 +126,11 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 
 
 def whole_images(path: str | Path, split: str) -> ImageFiles:
-    """Like `open_images`, but leaves out broken pictures in class folders, as `prepare` does.
+    """Opens images like `open_images`, but leaves out broken pictures, as `prepare` does.
 
     It decodes only files that do not begin and end like a JPEG or PNG. It therefore finds files
-    that are empty, truncated or of another type, but not all damage within an image. Prepared
-    folders have no broken pictures.
+    that are empty, truncated or of another type, but not all damage within an image. Only class
+    folders are checked: prepared folders have no broken pictures.
 
     Raises:
       DataError: as for `open_images`, or more than a tenth of the pictures are broken.

@@ -48,7 +48,7 @@ _READABLE = f".txt, .jsonl (also {', '.join(_LINES[1:])}; {', '.join(PACKED[1:])
 class DocumentSource:
     """One file of documents, with its size in bytes.
 
-    `name` is its name in the manifest, which is the same on every machine.
+    `name` is the file's name in the manifest, which is the same on every machine.
     """
 
     path: Path
@@ -80,7 +80,7 @@ def find_sources(inputs: Iterable[Path]) -> tuple[list[DocumentSource], Counter[
       The files, and for each kind the number of files in the folders that are not read.
 
     Raises:
-      DataError: a path is missing, a file is of another kind, or a folder has no readable file.
+      DataError: a path is missing, a suffix is unsupported, or a folder has no readable file.
     """
     by_path: dict[Path, DocumentSource] = {}
     left_out: Counter[str] = Counter()

@@ -3,7 +3,7 @@
 Documents are the `.py` sources of the standard library and the prose topics of Python's `help()`
 (`pydoc_data.topics`), as bytes. These are left out:
 
-- packages installed on top: `site-packages`, `dist-packages`;
+- installed packages: `site-packages`, `dist-packages`;
 - test suites: folders `test`, `tests`, `idle_test` and the like, files `test_*.py`;
 - tables and generated files: `encodings`, `lib2to3` (grammars), `pydoc_data` (its topics are
   separate documents), `_sysconfigdata*.py` and `config-*` (they describe one machine);

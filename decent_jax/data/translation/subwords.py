@@ -74,8 +74,8 @@ class Subwords:
 
     Attributes:
       model: the content of sentencepiece's model file.
-      size: ids lie in `[0, size)`: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
-        4 to 259 single bytes.
+      size: the number of ids: 0 is padding, 1 unknown (no text needs it), 2 start, 3 end, and 4 to
+        259 are single bytes.
       sha256: the hash of `model`; runs with the same hash can exchange ids.
     """
 
@@ -194,7 +194,7 @@ def hf_files(vocabulary: Subwords, longest: int) -> dict[str, bytes]:
     """The vocabulary as Hugging Face files: {file name: content}.
 
     With these, the library `tokenizers`, and thus `transformers.AutoTokenizer`, produces the ids of
-    `Subwords.encode`: the same normalization, then the same merges, which sentencepiece stores as
+    `Subwords.encode`, by the same normalization and the same merges, which sentencepiece stores as
     the order of its pieces. Sources end without a special token, as in training.
 
     Args:
