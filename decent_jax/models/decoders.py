@@ -7,8 +7,8 @@ nested dict that can be stacked, mixed and saved. A training step needs only two
     params = init(config, jax.random.key(0))
     logits = apply(config, params, tokens)
 
-They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map`` and
-``lax.scan``.
+These functions work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map``
+and ``lax.scan``.
 """
 
 import functools

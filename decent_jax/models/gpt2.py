@@ -76,7 +76,7 @@ class GPT2(nnx.Module):
     Args:
       config: shape and numerics.
       rngs: key for the initial parameters; no random state is kept.
-      start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` means the last block.
+      start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` means no upper limit.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None):

@@ -139,7 +139,7 @@ _NEUTRAL = {*_ROPE} | set(
 def check(path: Path, config: decoders.Config, own_head: bool = False) -> None:
     """Raises a one-sentence ValueError if a ``config.json`` does not describe the run's model.
 
-    Every key is checked. A key that this model does not support is refused by name; a key that
+    Every key that affects the logits is checked. An unsupported key is refused by name; a key that
     contradicts the run's config is refused with the settings that would match. If there is no file,
     nothing is checked.
 

@@ -196,7 +196,8 @@ class Conv(nnx.Module):
 class BatchNorm(nnx.Module):
     """Batch norm (Ioffe and Szegedy, 2015) over all axes but the last, in float32.
 
-    Flax's own layer rounds the running statistics to the activations' dtype in evaluation.
+    Flax's layer would round the running statistics to the activations' dtype in evaluation.
+
     All variances, including the running ones, are ``mean((x - mean)**2)`` over the batch; PyTorch's
     running variances are larger by a factor of ``m / (m - 1)`` for ``m`` values per channel.
     """
@@ -332,7 +333,7 @@ def num_params(config: Config) -> int:
 def flops_per_image(config: Config, size: int = 224) -> int:
     """Floating-point operations of convolutions and the last layer, forward and backward.
 
-    Two operations per multiply-add forward, and four backward.
+    A multiply-add counts as two operations forward and four backward.
 
     Args:
       config: the network.

@@ -351,10 +351,10 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    As in `decoders.flops_per_token`, these are 6 per parameter for each position that uses it, and
-    12 ``width`` per query-key pair of an attention, not halved for causality. Source positions also
-    use the decoder's matrices for keys and values of the memory; target positions also use the
-    shared embedding as the output layer. Recomputation (``remat``) does not count.
+    As in `decoders.flops_per_token`, a position costs 6 operations per parameter that it uses, and
+    a query-key pair of an attention costs ``12 * width``, not halved for causality. Source
+    positions also use the decoder's matrices for keys and values of the memory; target positions
+    also use the shared embedding as the output layer. Recomputation (``remat``) does not count.
     """
     shapes = pieces.shapes(Transformer, config)
     encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))

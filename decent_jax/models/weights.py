@@ -132,7 +132,7 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
 
     A ``config.json`` next to the file must describe this model (`decent_jax.models.hf_config`).
     Names may have the prefixes ``_orig_mod.`` and ``transformer.``. Causal masks in a file are
-    ignored, and so is a tied model's ``lm_head.weight`` if it repeats the token embedding; if only
+    ignored. A tied model's ``lm_head.weight`` is ignored if it repeats the token embedding; if only
     ``lm_head.weight`` is stored, it is the embedding. If two shards hold the same tensor, the index
     decides which one counts.
 
@@ -140,7 +140,7 @@ def load_decoder(path: str | Path, config: decoders.Config) -> Params:
     padded with copies of its mean row. The logit of a padding token is then the mean logit, which
     is at most the logarithm of the mean of ``exp``: the loss rises by no more than
     ``log(50304 / 50257) = 0.0009`` nats. (Zero rows, whose logit is 0, would take all the
-    probability: the published models' logits lie far below 0.)
+    probability, because the published models' logits lie far below 0.)
 
     Args:
       path: a ``.safetensors`` file, or the ``model.safetensors.index.json`` of a sharded one.

@@ -139,11 +139,15 @@ def impossible_model(config: TaskConfig, error: ValueError) -> ConfigError:
 class TaskModule(Protocol):
     """A module that defines a task.
 
-    It may also define functions that the commands call with a `TrainedRun`: ``load(run)`` returns
-    the trained model with everything needed to use it; ``export(run, out)`` writes the model to the
-    file ``out`` and returns the text of its ``config.json``; ``sample(run, ...)`` returns the
-    output of `decent-jax sample`; ``translator(run, beam)`` returns a function that translates a
-    list of sentences. The planner calls ``count_parameters(config)``.
+    It may also define functions that the commands call with a `TrainedRun`:
+
+    * ``load(run)`` returns the trained model with everything needed to use it.
+    * ``export(run, out)`` writes the model to the file ``out`` and returns the text of its
+      ``config.json``.
+    * ``sample(run, ...)`` returns the output of `decent-jax sample`.
+    * ``translator(run, beam)`` returns a function that translates a list of sentences.
+
+    The planner calls ``count_parameters(config)``.
     """
 
     Model: type  # the section "model" of its configs, a frozen dataclass of settings
@@ -160,13 +164,15 @@ class TaskModule(Protocol):
 class Task(Protocol):
     """The trainer's interface to a task, written for one replica, without a replica axis.
 
-    Subclasses inherit the defaults. A task may also have these functions. ``measure(block)``
-    returns measurements of a host batch ``(L, B, ...)``, the rows of this process's L replicas;
-    metrics.jsonl records the means from process 0, as a sample. ``score(params, pause)`` returns
-    scores of the consensus model ``params`` (host arrays); every process calls it at every
-    evaluation. Between batches, equally often in every process, it calls ``pause()``, in which a
-    signal may end the run. ``test(params)`` returns the scores of the final model, which
-    summary.json records as ``test``; the call may take minutes.
+    Subclasses inherit the defaults. A task may also have these functions:
+
+    * ``measure(block)`` returns measurements of a host batch ``(L, B, ...)``, the rows of this
+      process's L replicas. metrics.jsonl records the means from process 0, as a sample.
+    * ``score(params, pause)`` returns scores of the consensus model ``params`` (host arrays). Every
+      process calls it at every evaluation. Between batches, equally often in every process, it
+      calls ``pause()``, in which a signal may end the run.
+    * ``test(params)`` returns the scores of the final model, which summary.json records as
+      ``test``. The call may take minutes.
     """
 
     unit: str  # unit of throughput: "tokens" or "examples"

@@ -324,8 +324,8 @@ class TrainedClassifier(NamedTuple):
 def load(run: TrainedRun) -> TrainedClassifier:
     """The consensus model of a run, as it was evaluated.
 
-    If the run's evaluations recomputed batch-norm statistics, this function does so too, from the
-    same training batches, and therefore needs the images.
+    If the run's evaluations recomputed batch-norm statistics, this function also recomputes them,
+    from the same training batches, and therefore needs the images.
 
     Raises:
       ConfigError: the images are needed but missing.

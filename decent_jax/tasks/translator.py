@@ -99,7 +99,7 @@ def bleu_of(language: str, characters: bool = False) -> Any:
       language: the code in the file names.
       characters: whether the text has no spaces between words. If so, and if sacreBLEU has no
         tokenizer for the language, each character counts as a word, because sacreBLEU's default,
-        `13a`, would take a sentence for one word.
+        `13a`, would treat a sentence as one word.
 
     Raises:
       DataError: the tokenizer of this language needs a package that is not installed.
