@@ -29,8 +29,8 @@ examples:
 
 --config.NAME=VALUE sets any field of the config (model.layers, data.path, eval.every, ...); --show
 prints all fields with their values. A duration is a number of steps, "2 epochs" or "5%%". Run the
-same command again to resume. Ctrl-C and SIGTERM save a checkpoint first; a second Ctrl-C, some
-seconds later, exits without one.
+same command again to resume. Ctrl-C and SIGTERM save a checkpoint first; a second Ctrl-C, at least
+two seconds later, exits without one.
 
 exit codes: 0 done; 1 failed; 2 refused before training; 75 another process was lost; 128 + the
 number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 broken pipe).
