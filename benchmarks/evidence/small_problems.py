@@ -21,15 +21,12 @@ import optax
 from decent_jax import optim, topology
 from decent_jax.data.images.generated_images import GeneratedImages
 from decent_jax.data.partition import dirichlet
-from decent_jax.gossip import Simulated
+from decent_jax.gossip import Simulated, codecs
 from decent_jax.optim import METHODS, Parts
 from decent_jax.topology import Schedule
 
 RING, EXP = "bidirectional_ring", "one_peer_exp"
 MOMENTUM = 0.9
-
-
-# --- methods -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +46,7 @@ class Variant:
     own: tuple[str, ...] = ()
     every: int = 1
     centre: float = 0.3
+    codec: str = "float32"
 
     @property
     def numbered(self) -> bool:
@@ -76,6 +74,7 @@ class Variant:
             inner,
             combine=self.combine,
             mix_every=self.every,
+            codec=codecs.named(self.codec),
             optimizer={"momentum": MOMENTUM},
             numbers=dict(self.numbers),
         )
@@ -123,7 +122,7 @@ VARIANTS = (
     Variant("CHOCO, int8", "choco", numbers=INT8),
     Variant("swarm", "swarm", combine="awc", own=PAIRS),
     Variant("swarm, blocking", "swarm", combine="atc", own=PAIRS),
-    Variant("swarm, 8 bit", "swarm", combine="awc", numbers=(("bits", 8),), own=PAIRS),
+    Variant("swarm, 8 bit", "swarm", combine="awc", codec="lattice8", own=PAIRS),
     Variant("swarm, momentum", "swarm", "momentum", "awc", own=PAIRS, centre=0.1),
     Variant("all_reduce, Adam", "all_reduce", "adam", own=("complete",), centre=0.01),
     Variant("decentralized Adam", "decentralized_adam", "adam", "awc", centre=0.03),

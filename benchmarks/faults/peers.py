@@ -70,7 +70,7 @@ def cases_of(table: str, parsed) -> list[dict[str, Any]]:
     return [
         alone,
         *(
-            even | {"program": "peers", "mix_every": every, "peers.codec": codec}
+            even | {"program": "peers", "mix_every": every, "codec": codec}
             for every in (1, 4, 8)
             for codec in ("float32", "lattice8")
         ),
@@ -199,7 +199,7 @@ def waiting_table(rows: list[dict[str, Any]]) -> str:
         rate = sum(1 / s for s in steps) if peers else n / steps[0]
         every = "never" if row.get("mix_every") == NEVER else str(row.get("mix_every", ""))
         cells = [str(n), f"{row['mbit']:g}", row["program"], f"{slowness:g}", every]
-        cells += [row.get("peers.codec", ""), f"{statistics.median(steps[: n - 1]) / base:.3f}"]
+        cells += [row.get("codec", ""), f"{statistics.median(steps[: n - 1]) / base:.3f}"]
         cells += ["" if peers else f"{predicted(row, base) / base:.3f}", f"{rate / ideal:.3f}"]
         lines.append([*cells, f"{row['averaged']:.2f}" if "averaged" in row else ""])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -30,7 +30,7 @@ Of a method with a delay it compiles a message and the steps beside which it tra
 order of messages and loops of steps instead, and the memory:
 
     python benchmarks/speed/programs.py --algorithms complete --config.algorithm=diloco
-        --config.mix_every=8 --config.diloco.delay=7
+        --config.mix_every=8 --config.outer.delay=7
 """
 
 import os

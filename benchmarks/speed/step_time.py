@@ -21,7 +21,7 @@ Of a method whose messages travel beside several steps it measures blocks of ``m
 ms per step; let ``--steps`` be a multiple of it:
 
     python benchmarks/run_on_hosts.py benchmarks/speed/step_time.py --algorithms none,one_peer_exp
-        --steps 16 --config.algorithm=noloco --config.mix_every=8 --config.noloco.delay=7
+        --steps 16 --config.algorithm=noloco --config.mix_every=8 --config.outer.delay=7
 """
 
 import contextlib

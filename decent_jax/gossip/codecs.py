@@ -211,18 +211,19 @@ class Lattice(Codec):
         return quotients, (quotients << self.bits) + colours
 
 
-# The values of ``config.codec``; float32 is sent uncompressed.
+# The values of ``config.codec``; float32 is sent uncompressed, and lattices are for pairs only.
 NAMED: Mapping[str, Codec | None] = {
     "float32": None,
     "bfloat16": BFloat16(),
     "int8": Int8(),
     "int4": Int4(),
 }
+LATTICES = {"lattice8": Lattice(8), "lattice16": Lattice(16)}
 
 
 def named(name: str, seed: int = 0) -> Codec | None:
-    """The format of this name in `NAMED`, with noise from ``seed``."""
-    codec = NAMED[name]
+    """The format of this name in `NAMED` or `LATTICES`, with noise from ``seed``."""
+    codec = LATTICES.get(name) or NAMED[name]
     return dataclasses.replace(codec, seed=seed) if isinstance(codec, Int8) else codec
 
 

@@ -25,17 +25,19 @@ class OuterSGD:
     """The outer optimizer of the papers: Nesterov momentum in `diloco`, heavy-ball in `noloco`."""
 
     learning_rate: Annotated[float, "learning rate of the outer optimizer; beta in NoLoCo"] = 0.7
-    momentum: Annotated[float, "momentum of the outer optimizer, in [0, 1); alpha in NoLoCo"] = 0.9
+    momentum: Annotated[float, "in [0, 1); -1: 0.9 in DiLoCo, 0.5 (alpha) in NoLoCo"] = -1.0
 
-    def optimizer(self, method: str, nesterov: bool) -> optax.GradientTransformation:
-        """The optax transformation; ``method`` is named in errors.
+    def optimizer(self, *, nesterov: bool) -> optax.GradientTransformation:
+        """The optax transformation: DiLoCo's with ``nesterov``, else NoLoCo's.
 
         Raises:
           ValueError: a number out of range.
         """
-        validation.not_negative(f"{method}.outer_learning_rate", self.learning_rate)
-        validation.below_one(f"{method}.outer_momentum", self.momentum)
-        return optax.sgd(self.learning_rate, self.momentum, nesterov)
+        papers = 0.9 if nesterov else 0.5
+        momentum = papers if self.momentum == -1 else self.momentum
+        validation.not_negative("outer.learning_rate", self.learning_rate)
+        validation.below_one("outer.momentum", momentum)
+        return optax.sgd(self.learning_rate, momentum, nesterov)
 
 
 def diloco(
@@ -47,7 +49,7 @@ def diloco(
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
     carry: Annotated[bool, "keep a replica's progress while its message is in flight"] = False,
-    outer: OuterSGD | optax.GradientTransformation = OuterSGD(0.7, 0.9),
+    outer: OuterSGD | optax.GradientTransformation = OuterSGD(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: many local steps, then an outer optimizer step on their average movement.
 
@@ -104,7 +106,7 @@ def diloco(
       described); `LOSCAR <https://arxiv.org/abs/2605.20866>`_, 2026.
     """
     validation.averages("diloco", schedule)
-    optimizer = outer.optimizer("diloco", True) if isinstance(outer, OuterSGD) else outer
+    optimizer = outer.optimizer(nesterov=True) if isinstance(outer, OuterSGD) else outer
     mixing = Mixing(schedule, axis_name, codec, "diloco")
     feedback = None if codec is None else Feedback(axis_name, codec, _DECAY)
 
@@ -133,7 +135,7 @@ def noloco(
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
     carry: Annotated[bool, "keep a replica's progress while its message is in flight"] = False,
-    outer: OuterSGD = OuterSGD(0.7, 0.5),
+    outer: OuterSGD = OuterSGD(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` in which replicas average with neighbours, such as a random partner.
 
@@ -166,7 +168,7 @@ def noloco(
       authors' code.
     """
     mixing = Mixing(schedule, axis_name, codec, "noloco")
-    optimizer = outer.optimizer("noloco", False)
+    optimizer = outer.optimizer(nesterov=False)
 
     def outer_step(theta: Arrays, x: Arrays, m: PyTree, at: Departure) -> Message:
         mean = mixing(x, at.round, at.count, at.between)
@@ -181,7 +183,7 @@ def _noloco_pairwise(numbers: Numbers) -> Pairwise:
     The snapshot S was sent several steps ago; the local progress since then, x - S, is added to the
     new outer parameters.
     """
-    outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])
+    outer = OuterSGD(numbers["learning_rate"], numbers["momentum"]).optimizer(nesterov=False)
 
     def average(x: PyTree, own: PyTree, snapshot: PyTree, pull: PyTree) -> tuple[PyTree, PyTree]:
         sent, pulls = jax.tree.leaves(snapshot), jax.tree.leaves(pull)
@@ -200,6 +202,7 @@ def _bytes_of_fragment(params: PyTree, parts: Parts, numbers: Numbers) -> float:
 
 
 _IN_FRAGMENTS: Json = {
+    "section": "outer",
     "optimizers": ADAM_FIRST,
     "copies": 2,
     "phases": operator.itemgetter("fragments"),

@@ -87,7 +87,7 @@ def outer_steps(
     def step(params: PyTree, own: OuterState, round: RoundId, local: Local) -> Stepped:
         if round is not None and delay > 1:
             raise ValueError(
-                f"{mixing.method}.delay={delay}: a message overlaps {delay} updates, each with "
+                f"outer.delay={delay}: a message overlaps {delay} updates, each with "
                 "round=None; call tx.delayed.depart before and tx.delayed.arrive after them"
             )
         update, inner, ok = local(params)
@@ -128,8 +128,8 @@ def movement(theta: Arrays, x: Arrays) -> Arrays:
 
 def _check(mixing: Mixing, fragments: int, delay: int) -> None:
     if fragments < 1:
-        raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
-    validation.not_negative(f"{mixing.method}.delay", delay)
+        raise ValueError(f"outer.fragments must be at least 1, got {fragments}")
+    validation.not_negative("outer.delay", delay)
     validation.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
 
 

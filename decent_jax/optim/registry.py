@@ -4,7 +4,7 @@ A factory's signature defines the inputs of a method. Its positional parameters 
 by name (`Parts`). Its keyword-only parameters are the method's hyperparameters
 (`MethodSpec.numbers`), with their defaults and, in ``Annotated``, their help in a config; the
 factory refuses values out of range. A dataclass among them, such as ``outer``, gives one
-hyperparameter for each field, such as ``outer_learning_rate``.
+hyperparameter for each of its fields.
 
 >>> import optax
 >>> from decent_jax import topology
@@ -100,7 +100,7 @@ class MethodSpec:
     copies: arrays of the parameters' size in its state, in addition to the local optimizer's, with
       its default hyperparameters and order.
     section: the section of a config with its hyperparameters; None: named like the method; "": no
-      section.
+      section. Methods with the same hyperparameters may share one.
     sent: a function of the parameters, the parts and all hyperparameters that returns the bytes of
       one message, averaged over the rounds.
     phases: a function of all hyperparameters that returns how many rounds of a static schedule the
@@ -133,7 +133,7 @@ class MethodSpec:
         """Its hyperparameters and their defaults: the factory's keyword-only parameters."""
         numbers: dict[str, object] = {}
         for p in self._own:
-            parts = {flat: getattr(p.default, f.name) for flat, f in _fields(p).items()}
+            parts = {f.name: getattr(p.default, f.name) for f in _fields(p)}
             numbers |= parts or {p.name: p.default}
         return numbers
 
@@ -146,7 +146,7 @@ class MethodSpec:
         """The help of each hyperparameter: the text of its ``Annotated`` type."""
         types: dict[str, object] = {}
         for p in self._own:
-            types |= {flat: f.type for flat, f in _fields(p).items()} or {p.name: p.annotation}
+            types |= {f.name: f.type for f in _fields(p)} or {p.name: p.annotation}
         return {name: getattr(of, "__metadata__", ("",))[0] for name, of in types.items()}
 
     @property
@@ -177,7 +177,7 @@ class MethodSpec:
         own = dict(parts.numbers)
         for p in self._own:
             if fields := _fields(p):
-                changed = {fields[flat].name: own.pop(flat) for flat in fields.keys() & own.keys()}
+                changed = {f.name: own.pop(f.name) for f in fields if f.name in own}
                 own[p.name] = dataclasses.replace(p.default, **changed)
         of_run = (self.takes.keys() - {p.name for p in self._own}) & arguments.keys()
         return self.make(**{name: arguments[name] for name in of_run}, **own)
@@ -202,11 +202,10 @@ class MethodSpec:
         return schedule.bytes_sent(message, replicas_per_node=replicas_per_node) / every
 
 
-def _fields(number: inspect.Parameter) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a dataclass among the hyperparameters, by their names in a config."""
-    if not dataclasses.is_dataclass(number.default):
-        return {}
-    return {f"{number.name}_{field.name}": field for field in dataclasses.fields(number.default)}
+def _fields(number: inspect.Parameter) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a dataclass among the hyperparameters; () for a plain number."""
+    is_dataclass = dataclasses.is_dataclass(number.default)
+    return dataclasses.fields(number.default) if is_dataclass else ()
 
 
 _METHODS: dict[str, MethodSpec] = {}

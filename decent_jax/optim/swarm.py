@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName, RoundId
-from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Lattice
+from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Codec, Lattice
 from decent_jax.gossip.permute import barrier
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
@@ -32,9 +32,8 @@ def swarm(
     schedule: Schedule,
     combine: str = "awc",
     axis_name: AxisName = "replica",
+    codec: Codec | None = None,
     distance: float = FIRST_DISTANCE,
-    *,
-    bits: Annotated[int, "8, 16 or 32, per parameter"] = 32,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Random pairs average; in between, every replica makes local steps.
 
@@ -66,11 +65,11 @@ def swarm(
       combine: ``"awc"`` averages published snapshots, and ``"atc"`` averages this step's
         parameters.
       axis_name: as in `decentralized`.
+      codec: a `decent_jax.gossip.codecs.Lattice`; None sends parameters uncompressed.
       distance: reach of the lattice at the first average, see `decent_jax.gossip.codecs`.
-      bits: 8, 16 or 32 per parameter; 32 sends parameters uncompressed.
 
     Raises:
-      ValueError: a schedule that does not consist of pairs, or another number of bits.
+      ValueError: a schedule that does not consist of pairs, or another codec.
 
     References:
       Nadiradze et al., `Asynchronous Decentralized SGD with Quantized and Local Updates
@@ -78,11 +77,12 @@ def swarm(
       Distributed Mean Estimation <https://arxiv.org/abs/2002.09268>`_, 2021.
     """
     validation.combine(combine)
-    if bits not in (8, 16, 32):
-        raise ValueError(f"swarm.bits must be 8, 16 or 32 (not quantized), got {bits}")
+    if not isinstance(codec, Lattice | None):
+        name = type(codec).__name__.lower()
+        raise ValueError(f"swarm needs codec lattice8, lattice16 or float32, got {name}")
     validation.matchings("swarm", schedule)
-    quantises, blocking = bits < 32, combine == "atc"
-    exchange = functools.partial(_exchange_coded, bits) if quantises else _exchange
+    blocking = combine == "atc"
+    exchange = functools.partial(_exchange_coded, codec) if codec else _exchange
 
     def step(params: PyTree, own: SwarmState, round: RoundId, local: Local) -> Stepped:
         update, inner, ok = local(params)
@@ -104,7 +104,7 @@ def swarm(
         return x, SwarmState(y, published), inner, ok
 
     def own(params: PyTree) -> SwarmState:
-        y = jnp.float32(distance) if quantises else None
+        y = jnp.float32(distance) if codec else None
         return SwarmState(y, None if blocking else trees.copy(params))
 
     return method(inner, step, own, axis_name)
@@ -122,11 +122,11 @@ def _exchange(receive: Receive, mine: PyTree, fine: jax.Array, y: PyTree) -> Exc
 
 
 def _exchange_coded(
-    bits: int, receive: Receive, mine: PyTree, fine: jax.Array, y: PyTree
+    codec: Lattice, receive: Receive, mine: PyTree, fine: jax.Array, y: PyTree
 ) -> Exchanged:
     """`_exchange` of both snapshots as the lattice decodes them."""
     leaves, structure = jax.tree.flatten(mine)
-    lattice = Lattice(bits).reaching(y, _largest(mine))
+    lattice = codec.reaching(y, _largest(mine))
     # A non-finite side marks a non-finite snapshot, whatever its points decode to.
     lattice = dataclasses.replace(lattice, side=jnp.where(fine, lattice.side, jnp.nan))
     # The barrier keeps XLA from rounding the snapshot again, differently from the message.
@@ -153,9 +153,9 @@ def _pairwise(numbers: Numbers) -> Pairwise:
 
 
 def _sent(params: PyTree, parts: Parts, numbers: Numbers) -> float:
-    if numbers["bits"] == 32:
+    if not isinstance(parts.codec, Lattice):
         return model_bytes(params, parts, numbers)
-    return sum(x.size for x in jax.tree.leaves(params)) * numbers["bits"] / 8
+    return sum(x.size for x in jax.tree.leaves(params)) * parts.codec.bits / 8
 
 
 def _largest(tree: PyTree) -> jax.Array:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from decent_jax.actors import Ray
-from decent_jax.ground.fields import changeable, setting
+from decent_jax.ground.fields import changeable
 from decent_jax.ground.json_files import Json
 from decent_jax.train import settings
 
@@ -27,7 +27,6 @@ class Peers:
         at_least=0,
         at_most=2**16,
     )
-    codec: str = setting("float32", "format of snapshots", choices=FORMATS)
     max_lag: int = changeable(
         100,
         "steps of common progress after which a silent peer that returns must join as a new one",

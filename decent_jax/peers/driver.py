@@ -119,7 +119,7 @@ class Aggregate:
     def message_bytes(self) -> int:
         """Bytes of one snapshot in the format in which peers send it."""
         snapshot = averaged(self._experiment.task.mixes_state, self.template)
-        return message_bytes(self._config.peers.codec, snapshot)
+        return message_bytes(self._config.codec, snapshot)
 
     def sent_per_step(self) -> float:
         """Bytes that a peer sends per step: it asks and is asked once per ``mix_every`` steps."""
@@ -416,5 +416,5 @@ def _halt_after(signals: Signals) -> None:
 def _describe(config: Config, aggregate: Aggregate) -> str:
     return (
         f"{config.algorithm} over peers: every {config.mix_every} steps, each asks another one "
-        f"at random to average {aggregate.message_bytes() / 1e6:.3g} MB ({config.peers.codec})"
+        f"at random to average {aggregate.message_bytes() / 1e6:.3g} MB ({config.codec})"
     )

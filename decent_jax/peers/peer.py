@@ -41,7 +41,7 @@ class Peer:
         self._place, self._secret, self._host = place, secret, host
         peers = place.config.peers
         self._membership = MembershipClient(membership, secret, peers.silent_s / 2)
-        form = Format(peers.codec, place.config.seed)
+        form = Format(place.config.codec, place.config.seed)
         self._averager = Averager(place.name, form, peers.exchange_s, peers.silent_s)
         self._asker = Asker(self._averager, secret, peers)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

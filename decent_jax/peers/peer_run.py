@@ -20,7 +20,7 @@ from decent_jax.ground.json_files import Json, is_real, read_json
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import METHODS
 from decent_jax.optim.method_wrapper import no_rounds
-from decent_jax.peers import Config
+from decent_jax.peers import FORMATS, Config
 from decent_jax.peers.events import fits
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -92,10 +92,9 @@ def check(config: Config) -> None:
     allowed = {
         "algorithm": [name for name, method in METHODS.items() if method.pairwise],
         "combine": ["", "awc"],
-        "codec": ["float32"],
-        "swarm.bits": [32],
-        "noloco.fragments": [1],
-        "noloco.delay": [0],
+        "codec": FORMATS,
+        "outer.fragments": [1],
+        "outer.delay": [0],
         "data.partition": ["iid"],
         "cluster.coordinator": [""],
         "cluster.plan": [""],
@@ -106,8 +105,9 @@ def check(config: Config) -> None:
     if silent_s > start_s:
         why = f"must be at least peers.silent_s ({silent_s:g} s)"
         raise ConfigError.about("peers.start_s", start_s, why)
-    # Peers use no schedule, but methods require one.
-    config_lib.check(config_lib.changed(config, schedule="random_matching"))
+    # Peers use no schedule, but methods require one; peers themselves encode their snapshots.
+    own = config_lib.changed(config, schedule="random_matching", codec="float32")
+    config_lib.check(own)
 
 
 def count_of(config: Config) -> int:
@@ -137,7 +137,7 @@ def open_run(
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
     """
     leave_launcher()
-    alone = {"num_replicas": 1, "schedule": "one_peer_exp", "mesh.devices": 0}
+    alone = {"num_replicas": 1, "schedule": "one_peer_exp", "mesh.devices": 0, "codec": "float32"}
     alone = config_lib.changed(config, **alone)
     with open_experiment(alone, workdir, config.num_replicas, checked) as (experiment, work):
         task = experiment.task

@@ -44,10 +44,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decent_jax.gossip import codecs
-from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Codec, Lattice
+from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, LATTICES, SHRINK, SLACK, Codec
 from decent_jax.ground.connections import Address
-
-LATTICES = {"lattice8": Lattice(8), "lattice16": Lattice(16)}
 
 Arrays = list[np.ndarray]
 

@@ -131,7 +131,7 @@ def replay(
 class _Replay:
     def __init__(self, config, experiments: dict[int, Experiment], logs: list[Log], say, observe):
         self.experiments, self.logs, self.say, self.observe = experiments, logs, say, observe
-        self.seed, self.form = config.seed, Format(config.peers.codec, config.seed)
+        self.seed, self.form = config.seed, Format(config.codec, config.seed)
         first = next(iter(experiments.values()))
         self.placement, self.changes = first.placement, StateChanges(first)
         self.step = make_step(

@@ -113,7 +113,7 @@ class Config(TaskConfig):
         choices=("awc", "atc", ""),
     )
     mix_every: int = setting(1, "steps per round", at_least=1)
-    codec: str = setting("float32", "message format", choices=tuple(codecs.NAMED))
+    codec: str = setting("float32", "message format", choices=(*codecs.NAMED, *codecs.LATTICES))
     replicas_per_node: int = changeable(
         1, "replicas per node, for schedules that use nodes", at_least=1
     )

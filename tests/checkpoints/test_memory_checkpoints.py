@@ -135,7 +135,7 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
 @pytest.mark.slow
 def test_the_executables_of_an_overlapped_step_are_cached_one_by_one(tmp_path, memory, supervised):
     """Two gradients or steps, two for each of the two rounds, and a step without a round."""
-    changes = {"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}
+    changes = {"schedule": "one_peer_exp", "mix_every": 3, "outer": {"delay": 2}}
     config = configured(algorithm="noloco", mesh={"devices": 2}, **changes)
 
     def written():

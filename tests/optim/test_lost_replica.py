@@ -12,6 +12,7 @@ import pytest
 
 from decent_jax import optim, topology
 from decent_jax.gossip import codecs
+from decent_jax.gossip.codecs import Codec, Lattice
 
 N, LOST = 8, 2
 
@@ -25,13 +26,14 @@ class Case:
     combine: str = ""
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     returns: bool = True
+    codec: Codec | None = None
 
 
 CASES = {
     "swarm, blocking": Case("swarm", "hypercube", "atc"),
     "swarm": Case("swarm", "hypercube", "awc"),
-    "swarm, lattice": Case("swarm", "hypercube", "awc", {"bits": 8}),
-    "swarm, blocking, lattice": Case("swarm", "hypercube", "atc", {"bits": 8}, returns=False),
+    "swarm, lattice": Case("swarm", "hypercube", "awc", codec=Lattice(8)),
+    "swarm, blocking, lattice": Case("swarm", "hypercube", "atc", codec=Lattice(8), returns=False),
     "quasi_global_sgd": Case("quasi_global_sgd"),
     "exact_diffusion": Case("exact_diffusion"),
     "d2": Case("d2", "star"),
@@ -53,6 +55,7 @@ def test_a_lost_replica_comes_back(case):
         "mix_every": 1 + case.numbers.get("delay", 0),
         "combine": case.combine,
         "numbers": case.numbers,
+        "codec": case.codec,
         "optimizer": numbers,
     }
     tx = harness.build(case.method, schedule, inner, 0.05, **given)

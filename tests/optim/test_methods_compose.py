@@ -25,10 +25,10 @@ SCHEDULES |= {"push_sum": "random_out", "decentralized_adam": "one_peer_exp"}
 NAMES = [name for name in harness.NAMES if name != "all_reduce"]
 INNER = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(0.01)}
 INNER["accum_adam"] = optim.accum_adam(0.01)
-NUMBERS = {"choco": [{"fraction": 0.2}, {"compressor": "int8"}]}
-NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}]}
-NUMBERS |= {"sparseloco": [{"density": 0.2, "chunk": 4}]}
-VARIANTS = [(name, numbers) for name in NAMES for numbers in NUMBERS.get(name, [{}])]
+CODED = {"choco": [{"numbers": {"fraction": 0.2}}, {"numbers": {"compressor": "int8"}}]}
+CODED |= {"sparseloco": [{"numbers": {"density": 0.2, "chunk": 4}}]}
+CODED |= {"swarm": [{}, {"codec": codecs.Lattice(8)}, {"codec": codecs.Lattice(16)}]}
+VARIANTS = [(name, changes) for name in NAMES for changes in CODED.get(name, [{}])]
 
 
 def schedule_of(name, n=N, numbers=None):
@@ -112,11 +112,11 @@ def sent(text, kind):
     return [(dtype, math.prod(int(k) for k in shape.split(",") if k)) for dtype, shape in shapes]
 
 
-@pytest.mark.parametrize(("name", "numbers"), VARIANTS)
-def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
+@pytest.mark.parametrize(("name", "changes"), VARIANTS)
+def test_hlo_sends_what_is_declared(name, changes, monkeypatch):
     """Bytes to a neighbour in a round, read off the compiled step; nothing else travels."""
     monkeypatch.setattr(permute, "SMALL", 0)  # scalars apart from arrays
-    tx, x = build(name, numbers), stacked()
+    tx, x, numbers = build(name, **changes), stacked(), changes.get("numbers", {})
     phases = harness.phases(name, numbers)
     text = ""  # of the rounds that the method treats differently
     for r in range(phases):
@@ -128,7 +128,7 @@ def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
         assert f" {kind}(" not in text
     messages, sums = sent(text, "collective-permute"), sent(text, "all-reduce")
     own = jax.tree.map(lambda a: a[0], x)
-    given = parts(name, numbers)
+    given = parts(name, **changes)
     declared = phases * harness.message_bytes(name, own, **given)
     one = schedule_of(name).rounds[0]
     if gathered_by_all:  # each sends its own part of what all have in the end to N - 1 others
@@ -141,7 +141,7 @@ def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
         assert sum(WIDTH[dtype] * size for dtype, size in sums if size > 1) == declared
         return
     assert not sums
-    # Flags, weights, checksums and steps of a lattice are scalars; so is what top-k keeps of 3.
+    # Flags, weights, checksums and sides of a lattice are scalars; so is what top-k keeps of 3.
     coded = name == "choco"
     scalars = 0 if coded else 1
     total = sum(WIDTH[dtype] * size for dtype, size in messages if size > scalars)
@@ -160,7 +160,7 @@ def test_bytes_a_step():
     assert sent("gradient_tracking", mix_every=4) == 2 * 2 * 80 / 4
     assert sent("diloco", {"fragments": 2}) == 80 / 2 * 2 * 7 / 8
     assert sent("decentralized_adam", codec=codecs.BFloat16()) == 40
-    assert sent("swarm", {"bits": 8}) == 20
+    assert sent("swarm", codec=codecs.Lattice(8)) == 20
     # 7 / 4 models in every step, over whatever schedule.
     given = parts("decentralized_adam", mix_every=4)
     assert harness.bytes_sent("all_reduce", x, **given) == 80 * 7 / 4
@@ -170,7 +170,7 @@ def test_bytes_of_narrow_and_of_empty_arrays():
     x = {"a": jnp.zeros((3, 4), jnp.bfloat16), "none": jnp.zeros((0, 3))}
     for name, number in (("decentralized_adam", 24), ("swarm", 24), ("choco", 8)):
         assert harness.message_bytes(name, x, **parts(name)) == number
-    assert harness.message_bytes("swarm", x, **parts("swarm", {"bits": 8})) == 12
+    assert harness.message_bytes("swarm", x, **parts("swarm", codec=codecs.Lattice(8))) == 12
     assert harness.bytes_sent("sparseloco", x, **parts("sparseloco")) > 0
 
 
@@ -189,14 +189,14 @@ def test_memory_is_what_is_declared(name):
 def test_coded_messages_do_not_depend_on_the_layout():
     """Two replicas a device and all on one give the same three steps: messages coded by a key and
     the replica's number, and in pairs. test_methods has the others."""
-    coded = {"choco": {"compressor": "int8"}, "swarm": {"bits": 8}}
-    coded["sparseloco"] = {"density": 0.5, "chunk": 4}
+    coded = {"choco": CODED["choco"][1], "swarm": {"codec": codecs.Lattice(8)}}
+    coded["sparseloco"] = {"numbers": {"density": 0.5, "chunk": 4}}
     own = stacked()["kernel"]
     equal = jnp.broadcast_to(own[:1], own.shape)  # as choco and sparseloco begin
 
     def steps(form, devices):
         axis_name = harness.axis_of(form)
-        tx = harness.together({k: build(k, v, axis_name=axis_name) for k, v in coded.items()})
+        tx = harness.together({k: build(k, **v, axis_name=axis_name) for k, v in coded.items()})
         params = {"choco": equal, "swarm": own, "sparseloco": equal}
         state = jax.jit(jax.vmap(tx.init))(params)
         one = harness.on_stack(harness.step_of(tx, all_towards_zero, 0), form, N, devices)

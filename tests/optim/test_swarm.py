@@ -12,6 +12,7 @@ from interactions import interactions, swarm
 from mixing import in_rounds
 
 from decent_jax import gossip, optim, topology
+from decent_jax.gossip.codecs import Lattice
 from decent_jax.topology import rounds as topology_rounds
 
 N, D, RATE = 8, 5, 0.1
@@ -160,7 +161,7 @@ def matched_at_random(tx, gradient, x, data, seed):
 def test_quantized_averages_keep_the_mean_and_agree(combine):
     """No gradients, from far apart: failed averages widen the lattice until messages are read."""
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, bits=8)
+    tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, codec=Lattice(8))
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(N, D)) + 5, jnp.float32)
     history = harness.trajectory(
@@ -175,7 +176,7 @@ def test_quantized_averages_keep_the_mean_and_agree(combine):
 
 def test_failed_averages_change_nobody():
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(optax.sgd(0.0), schedule, combine="atc", distance=1e-6, bits=8)
+    tx = optim.swarm(optax.sgd(0.0), schedule, combine="atc", distance=1e-6, codec=Lattice(8))
     x = jnp.asarray(np.random.default_rng(4).normal(size=(N, D)))
     state = jax.vmap(tx.init)(x)
     step = harness.on_stack(harness.step_of(tx, lambda x: 0 * x, 0), "vmap", N)
@@ -193,9 +194,9 @@ def test_the_lattice_follows_replicas_that_differ():
     a, b = jnp.arange(1.0, N + 1)[:, None] / N, jnp.arange(float(N))[:, None]
     data = jax.tree.map(lambda rows: jnp.tile(rows, (steps, 1, 1)), (a, b))
     txs = {
-        (combine, bits): optim.swarm(optax.sgd(0.1), schedule, combine=combine, bits=bits)
+        (combine, bits): optim.swarm(optax.sgd(0.1), schedule, combine=combine, codec=codec)
         for combine in ("atc", "awc")
-        for bits in (8, 32)
+        for bits, codec in ((8, Lattice(8)), (32, None))
     }
 
     def gradient(xs, now):

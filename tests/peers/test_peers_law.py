@@ -35,7 +35,7 @@ class InProcess:
     def __init__(self, place, experiment, steps, clock=time.monotonic):
         n = place.config.num_replicas
         self.place, self.experiment = place, experiment
-        self.averager = Averager(place.name, Format(place.config.peers.codec), 1e9, 1e9)
+        self.averager = Averager(place.name, Format(place.config.codec), 1e9, 1e9)
         self.averager.update_members({f"{rank}.0": ("127.0.0.1", 9) for rank in range(n)})
         self.common = CommonProgress(n, steps)
         self.jobs = queue.SimpleQueue()
@@ -104,7 +104,7 @@ def exchange(asker, answerer):
 
 def config_of(form="float32", steps=8, algorithm="swarm"):
     config = train.default_config("noise")
-    config.trainer, config.peers.codec = "peers", form
+    config.trainer, config.codec = "peers", form
     config.algorithm, config.optimizer.name, config.optimizer.momentum = algorithm, "sgd", 0.0
     config.num_replicas, config.batch_size = len(PACES), BATCH * len(PACES)
     config.steps, config.learning_rate, config.mix_every = steps, RATE, 2

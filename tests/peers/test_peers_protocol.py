@@ -108,7 +108,7 @@ def test_outer_steps_are_the_recursion():
     sequence = interactions(3, 40, seed=4)
     x0 = np.random.default_rng(1).normal(size=(3, D))
     noise = updates(sequence)
-    numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4}
+    numbers = {"learning_rate": 0.6, "momentum": 0.4}
     x, came_about = replayed("float32", sequence, x0, noise, outer(x0, **numbers))
     pairs = [(i, j) for i, j, *_ in sequence]
     wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4)
@@ -123,7 +123,7 @@ def test_outer_steps_without_momentum_are_swarm(form):
     sequence = interactions(3, 40, seed=4)
     x0 = np.tile(0.2 * np.random.default_rng(2).normal(size=D), (3, 1))
     noise = updates(sequence)
-    plain = outer(x0, outer_learning_rate=1.0, outer_momentum=0.0)
+    plain = outer(x0, learning_rate=1.0, momentum=0.0)
     x, came_about = replayed(form, sequence, x0, noise, plain)
     wanted, also = replayed(form, sequence, x0, noise)
     assert came_about == also > 20

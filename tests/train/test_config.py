@@ -105,29 +105,31 @@ mesh.fsdp=2 mesh.devices=8 batch_size=24 micro_batches=2 | mesh.fsdp | 2
 mesh.fsdp=2 mesh.devices=8 schedule=hierarchical replicas_per_node=2 | schedule | hierarchical
 # methods refuse by themselves (test_methods.py); here, that it arrives
 algorithm=d2 schedule=bidirectional_ring mix_every=2 | mix_every | 2
-algorithm=diloco schedule=complete mix_every=4 diloco.delay=4 | diloco.delay | 4
-algorithm=noloco noloco.delay=1 | noloco.delay | 1
-algorithm=noloco mix_every=4 noloco.delay=-1 | noloco.delay | -1
+algorithm=diloco schedule=complete mix_every=4 outer.delay=4 | outer.delay | 4
+algorithm=noloco outer.delay=1 | outer.delay | 1
+algorithm=noloco mix_every=4 outer.delay=-1 | outer.delay | -1
 mix_every=13 | mix_every | 12
 schedule=random_out(seed=2) | schedule | random_out
-codec=float8 | float32, bfloat16, int8, int4 | float8
+codec=float8 | float32, bfloat16, int8, int4, lattice8, lattice16 | float8
 algorithm=sparta | sparseloco | sparta
 sparta.fraction=0.1 | sparta.fraction | choco.fraction
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
-algorithm=diloco schedule=complete mix_every=4 diloco.delay=2 mix_rounds=2 | mix_rounds | 2
+algorithm=diloco schedule=complete mix_every=4 outer.delay=2 mix_rounds=2 | mix_rounds | 2
 algorithm=gossiped_momentum mix_rounds=3 | mix_rounds | 3
 mix_rounds=0 | mix_rounds | 0
 algorithm=gradient_tracking gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 learning_rate=0.0 gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
-algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
+algorithm=swarm schedule=hypercube codec=int8 | codec | int8
+codec=lattice8 | codec | swarm
+swarm.bits=8 | swarm.bits |
 # trainers of their own
 trainer=peers algorithm=d2 schedule=bidirectional_ring | algorithm | d2
 trainer=peers algorithm=swarm optimizer.name=sgd peers.start_s=4 | peers.start_s | 4
 trainer=peers algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
-trainer=peers algorithm=swarm optimizer.name=sgd codec=int8 | codec | int8
-trainer=peers algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
+trainer=peers algorithm=swarm optimizer.name=sgd codec=int4 | codec | int4
+trainer=peers algorithm=noloco optimizer.name=sgd outer.fragments=2 | outer.fragments | 2
 trainer=pipelines pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
 trainer=pipelines pipeline.stages=2 micro_batches=2 | micro_batches | 2
 trainer=pipelines pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
@@ -186,7 +188,7 @@ def test_a_wrong_value_is_refused_before_anything_begins(
         ({"schedule": "stars"}, "schedule", "stars"),
         ({"seed": -1}, "seed", -1),
         ({"algorithm": "all_reduce", "mix_every": 3}, "mix_every", 3),
-        ({"algorithm": "noloco", "mix_every": 2, "noloco": {"delay": 2}}, "noloco.delay", 2),
+        ({"algorithm": "noloco", "mix_every": 2, "outer": {"delay": 2}}, "outer.delay", 2),
         ({"trainer": "peers"}, "algorithm", "accum_adam"),
         ({"trainer": "pipelines"}, "task", "toys.waves"),
     ],
@@ -220,7 +222,7 @@ def test_nothing_counts_to_zero():
 
 def test_the_largest_values_that_are_allowed():
     wave = {"steps": 12, "mix_every": 12, "recovery": {"every": 12}, "algorithm": "noloco"}
-    wave |= {"lr_schedule": {"name": "cosine", "warmup": 12}, "noloco": {"delay": 11}}
+    wave |= {"lr_schedule": {"name": "cosine", "warmup": 12}, "outer": {"delay": 11}}
     wave |= {"data": {"workers": 32 * os.cpu_count()}, "num_replicas": 4, "batch_size": 8}
     config_lib.validate(tiny.waves(micro_batches=2, **wave))
 

@@ -46,7 +46,7 @@ def test_rounds_are_repeated_for_methods_that_count_them():
     plan = Plan(tuple(HERE), topology.make("one_peer_exp", 4))
     config = tiny.config("data", num_replicas=4, algorithm="decentralized_adam")
     assert make_schedule(config, plan) is plan.schedule
-    config.algorithm, config.noloco.fragments = "noloco", 3
+    config.algorithm, config.outer.fragments = "noloco", 3
     assert make_schedule(config, plan).period == 6
 
 
