@@ -207,8 +207,7 @@ def gpt(parsed):
 
 def delay_of(config) -> int:
     """Steps beside which a message travels."""
-    late = config.algorithm in ("diloco", "noloco")
-    return getattr(config, config.algorithm).delay if late else 0
+    return config.outer.delay if config.algorithm in ("diloco", "noloco") else 0
 
 
 def communicates(name: str) -> bool:

@@ -33,7 +33,7 @@ def test_a_delayed_step_is_a_message_and_its_steps(name):
     """The message is that of the parameters before; the steps know nothing of it. In one program,
     and on CPU hosts in several."""
     method, schedule, every, numbers, changes = CASES[name]
-    changes = {"schedule": schedule, "mix_every": every, method: numbers} | changes
+    changes = {"schedule": schedule, "mix_every": every, "outer": numbers} | changes
     config = tiny.config("no data", algorithm=method, mesh={"devices": 4}, **changes)
     config = parse(config)
     schedule, task = config_lib.make_schedule(config), Layers(mixes_state=name == "nodes")
@@ -111,7 +111,7 @@ def tiny_close(got, wanted):
 @pytest.mark.slow
 def test_what_falls_due_during_a_flight_waits_until_it_has_arrived(tmp_path):
     """Messages span steps 1 to 4 and 5 to 8; one sent at step 9 would arrive after the end."""
-    changes = {"algorithm": "noloco", "mix_every": 4, "noloco": {"delay": 3, "carry": True}}
+    changes = {"algorithm": "noloco", "mix_every": 4, "outer": {"delay": 3, "carry": True}}
     changes |= {"log": {"every": 2}, "eval": {"every": 5}, "checkpoint": {"every": 3, "keep": 9}}
 
     def run(folder):

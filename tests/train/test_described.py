@@ -184,7 +184,7 @@ def test_auto_takes_the_schedule_of_these_hosts(check_on):
 
 
 def test_a_message_that_travels_beside_several_steps(check_on):
-    changes = {"algorithm": "noloco", "mix_every": 4, "noloco": {"delay": 3}}
+    changes = {"algorithm": "noloco", "mix_every": 4, "outer": {"delay": 3}}
     lines = check_on(num_replicas=8, batch_size=16, **changes)
     assert any("in this order: " in line and "loop" in line for line in lines)
 

@@ -123,7 +123,7 @@ REFUSED = {
     "sharded replicas": ({"mesh": {"fsdp": 2}}, "mesh.fsdp"),
     "peers": ({"trainer": "peers", "algorithm": "swarm"}, "trainer peers"),
     "delayed messages": (
-        {"algorithm": "noloco", "mix_every": 4, "noloco": {"delay": 3}},
+        {"algorithm": "noloco", "mix_every": 4, "outer": {"delay": 3}},
         "overlap several steps",
     ),
 }
