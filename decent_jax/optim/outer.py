@@ -25,7 +25,7 @@ class OuterSGD:
     """The outer optimizer of the papers: Nesterov momentum in `diloco`, heavy-ball in `noloco`."""
 
     learning_rate: Annotated[float, "learning rate of the outer optimizer; beta in NoLoCo"] = 0.7
-    momentum: Annotated[float, "in [0, 1); -1: 0.9 in DiLoCo, 0.5 (alpha) in NoLoCo"] = -1.0
+    momentum: Annotated[float, "momentum, or -1 for the paper's: 0.9 (DiLoCo), 0.5 (NoLoCo)"] = -1.0
 
     def optimizer(self, *, nesterov: bool) -> optax.GradientTransformation:
         """The optax transformation: DiLoCo's with ``nesterov``, else NoLoCo's.
