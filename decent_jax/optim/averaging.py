@@ -270,6 +270,7 @@ def all_reduce(
       Seide et al., 1-bit SGD, 2014; Karimireddy et al., `Error Feedback Fixes SignSGD
       <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 2 with the learning rate outside.
     """
+    validation.no_lattice("all_reduce", codec)
 
     def not_a_number(x: jax.Array) -> jax.Array:
         return jnp.full_like(x, jnp.nan)

@@ -16,7 +16,7 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName, RoundId
-from decent_jax.gossip.codecs import Codec, Lattice
+from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.permute import ReplicaAxis
 from decent_jax.ground.pytree import PyTree
 from decent_jax.optim import trees, validation
@@ -300,8 +300,7 @@ class Mixing:
         validation.is_schedule(self.method, self.schedule)
         if self.rows:
             validation.row_stochastic(self.method, self.schedule)
-        if isinstance(self.codec, Lattice):
-            raise ValueError(f"{self.method} sends no lattice; use codec int8, or algorithm swarm")
+        validation.no_lattice(self.method, self.codec)
         if self.codec is not None:
             gossip.check_coded(self.schedule)
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jax.extend.core import Jaxpr, Literal
 
+from decent_jax.gossip.codecs import Codec, Lattice
 from decent_jax.ground.format import shown
 from decent_jax.ground.pytree import PyTree
 from decent_jax.topology import Schedule
@@ -38,6 +39,12 @@ def combine(order: str) -> None:
     """Requires a known combine order."""
     if order not in ("awc", "atc"):
         raise ValueError(f"combine must be 'awc' or 'atc', got {order!r}")
+
+
+def no_lattice(method: str, codec: Codec | None) -> None:
+    """Requires a codec whose messages several neighbours can decode, or None."""
+    if isinstance(codec, Lattice):
+        raise ValueError(f"{method} sends no lattice; use codec int8, or algorithm swarm")
 
 
 def is_transformation(inner: object) -> None:

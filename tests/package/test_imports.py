@@ -56,7 +56,7 @@ MOST_LINES = {
     "topology": 797,
     "gossip": 880,
     "replicas": 208,
-    "optim": 1445,
+    "optim": 1449,
     "models": 1483,
     "data": 3422,
     "tasks": 1061,
@@ -71,7 +71,7 @@ MOST_LINES = {
     "pipelines": 1077,
     "plan": 128,
     "plots": 468,
-    "commands": 797,
+    "commands": 793,
     "ground": 962,
     "__init__": 13,
 }

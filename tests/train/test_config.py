@@ -123,6 +123,7 @@ algorithm=gradient_tracking gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 learning_rate=0.0 gamma_lr_exponent=0.5 | gamma_lr_exponent | 0.5
 algorithm=swarm schedule=hypercube codec=int8 | codec | int8
 codec=lattice8 | codec | swarm
+algorithm=all_reduce codec=lattice8 | codec | swarm
 swarm.bits=8 | swarm.bits |
 # trainers of their own
 trainer=peers algorithm=d2 schedule=bidirectional_ring | algorithm | d2
