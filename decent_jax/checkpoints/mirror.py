@@ -30,10 +30,10 @@ class Mirror:
         return jax.block_until_ready(self._there(tree))
 
     def give_back(self, held: PyTree, lacks: bool, own: PyTree) -> PyTree:
-        """The arrays (n, ...) in which every process holds its own rows again.
+        """Return the mirrored rows: the arrays (n, ...) with every process's own rows again.
 
         Args:
-          held: the result of `send`; any value if the next process still has its rows.
+          held: the result of `send`; ignored if the process before this one still has its rows.
           lacks: whether this process has lost its rows.
           own: the arrays with this process's rows; any value if it ``lacks`` them.
         """

@@ -77,19 +77,20 @@ def measure(
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Measure latency and bandwidth between devices; every process must call this.
 
-    Each device sends a message to its partner, which answers with a short one; see `links`.
+    Each device sends a short and then a long message to its partner, which answers both with short
+    ones; see `links`.
 
     Args:
       devices: n devices, one per process.
       hosts: host name of each process.
       num_bytes: size of the long message.
-      repeats: number of measurements of each link; their median counts.
+      repeats: number of measurements per link, of which the median is used.
       quiet: whether to print nothing.
 
     Returns:
-      Latencies in seconds and bandwidths in bytes per second, (n, n) float64; row i is for messages
-      from device i, and the diagonals are 0 and infinite. Third, lines on how the hosts reach each
-      other, see `ways`.
+      Latencies in seconds and bandwidths in bytes per second, both (n, n) float64 (row i is for
+      messages from device i; the diagonals are 0 and infinite), and a text that says how the hosts
+      reach each other, see `ways`.
     """
     index, n = jax.process_index(), len(devices)
     mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)

@@ -81,11 +81,11 @@ def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
 
 
 def unspoiled(update: PyTree) -> jax.Array:
-    """() bool: whether the smallest array is finite, and each other small one has a finite number.
+    """() bool: whether the smallest array is finite, and no other small array is all non-finite.
 
-    Small arrays have up to 256 numbers, or together 1/64 of all. We check several because the
-    smallest may be frozen, and no larger ones, because reading an array of an update forces XLA to
-    write it out before it is applied.
+    An array is small if it has at most 256 numbers, or if it and all smaller ones together hold at
+    most 1/64 of the update. We check several because the smallest may be frozen. We check no larger
+    ones because reading an array of an update forces XLA to write it out before it is applied.
     """
     leaves = sorted(filter(jnp.size, jax.tree.leaves(update)), key=jnp.size)
     total, held, flags = sum(x.size for x in leaves), 0, [all_finite(leaves[:1])]

@@ -140,16 +140,16 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule with the order of replicas whose period is the shortest that the search finds.
+    """The schedule, with its replicas placed so that a period takes the least time found.
 
     For up to 6 devices, it is the best of all orders. For more, simulated annealing (Kirkpatrick et
     al. 1983) starts from the best of several regular orders and exchanges two replicas or two
-    evenly spaced rows of replicas. If the network's own order leaves less disagreement, the result
-    has that order.
+    evenly spaced groups of replicas. If the network's own order leaves less disagreement, the
+    result has that order.
 
     Args:
-      steps: the largest number of exchanges, or None. Unless the time runs out first, the result
-        then depends only on the seed.
+      steps: the largest number of exchanges; None: no limit. With a limit, the result depends only
+        on the seed, unless the time runs out first.
       progress: whether to show a bar that counts seconds.
 
     Raises:
@@ -259,7 +259,7 @@ class _Permutes:
 
 
 def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A copy of ``order`` with two replicas, or two evenly spaced rows of replicas, swapped."""
+    """A copy of ``order`` with two replicas, or two evenly spaced groups of replicas, swapped."""
     n = len(order)
     order = order.copy()
     length = 2 ** int(rng.integers(0, max(1, int(math.log2(n))))) if rng.random() < 0.5 else 1

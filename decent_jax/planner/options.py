@@ -196,10 +196,10 @@ def fields_of(options: argparse.Namespace, choice: Choice) -> Json:
 
 
 def accepted(options: argparse.Namespace, choice: Choice) -> bool:
-    """Whether ``train.py`` accepts ``--config`` with the fields of this choice, for any data.
+    """Whether ``train.py`` accepts ``--config`` with this choice, whether or not its data exist.
 
     Raises:
-      ConfigError: `train.py` refuses this config even with all_reduce.
+      ConfigError: `train.py` refuses ``--config`` even if the choice is all_reduce.
     """
     from decent_jax.train import config as config_lib
 

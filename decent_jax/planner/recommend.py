@@ -149,7 +149,7 @@ def config_fields(choice: Choice, algorithm: str = "accum_adam", optimizer: str 
 
     Args:
       algorithm: a name in `decent_jax.optim.METHODS`, for choices other than all_reduce.
-      optimizer: the local optimizer of that algorithm, for all_reduce; "": the config's own.
+      optimizer: the local optimizer to set if the choice is all_reduce; "": keep the config's.
     """
     gossip = choice.algorithm
     fields: Json = {"num_replicas": choice.prediction.num_replicas}
