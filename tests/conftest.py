@@ -22,9 +22,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from several import joins, start_process  # noqa: F401 (fixtures)
 from supervised import supervised  # noqa: F401 (a fixture)
 
-# A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
-# process they start; the tests of Ctrl-C need it.
+# A shell that starts the tests in the background lets them ignore Ctrl-C, nohup SIGHUP, and with
+# them every process they start; the tests of these signals need them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

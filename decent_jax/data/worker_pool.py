@@ -158,10 +158,10 @@ def deaf_to_signals() -> Iterator[None]:
 
 
 def _start_tracker() -> None:
-    """Starts multiprocessing's resource tracker, without its warnings and ignoring SIGHUP.
+    """Starts multiprocessing's resource tracker with its warnings off and SIGHUP ignored.
 
-    The tracker ignores SIGINT and SIGTERM by itself. It removes batches that a stopped reader left
-    in shared memory, about which it need not warn.
+    The tracker already ignores SIGINT and SIGTERM. It removes batches that a stopped reader left in
+    shared memory. That is expected, so its warnings are off.
     """
     sys.warnoptions.append(quiet := "ignore:resource_tracker")  # multiprocessing passes them on
     with handled(signal.SIGHUP, signal.SIG_IGN):

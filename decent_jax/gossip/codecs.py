@@ -142,14 +142,14 @@ FIRST_DISTANCE, GROW, SHRINK, SLACK = 1e-3, 4.0, 0.97, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Lattice(Codec):
-    """Numbers sent relative to the receiver's own, with errors up to ``side / 2`` at any magnitude.
+    """Numbers decoded relative to the receiver's own, with errors up to ``side / 2``.
 
-    The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
-    ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which is
-    correct if ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
-    lattice). Otherwise a checksum of the quotients by q, which are not sent, reveals the error, and
-    the receiver decodes NaN. A single wrong quotient is always detected; several escape detection
-    with probability 2^-31.
+    The sender rounds x to points ``s k`` with integers k, and sends only their colours, ``k mod q``
+    with ``q = 2^bits``. The receiver takes the points of these colours nearest to its own z, which
+    is correct if ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
+    lattice). Otherwise a checksum of the quotients ``k // q``, which are not sent, reveals the
+    error, and the receiver decodes NaN. A single wrong quotient is always detected; several escape
+    detection with probability 2^-31.
 
     Args:
       bits: bits per number, 1 to 16; a number takes one byte, or two if it has more than 8 bits.

@@ -216,10 +216,10 @@ def together(
 ) -> list[jax.Array]:
     """``move`` applied to each array, with one call for all small arrays of a dtype.
 
-    Over gloo, in processes with several devices, one call moves all arrays of a dtype, because the
-    devices of a process wait for each other before each collective, on cores that the gradient
-    keeps busy, and nothing travels meanwhile. If processes have one device each, separate messages
-    for large arrays are 5% faster.
+    Over gloo, one call moves all arrays of a dtype if a process has several devices. Before each
+    collective they wait for each other, on cores that are busy with the gradient, and nothing is
+    sent until then. If processes have one device each, separate messages for large arrays are 5%
+    faster.
 
     Args:
       move: a function that keeps shapes and dtypes.

@@ -83,8 +83,8 @@ class Membership:
     def admits(self, rank: int, generation: int, donor: str | None) -> bool:
         """Whether a peer may train with the state taken from ``donor``; None: with its own state.
 
-        The peer's own state must not be outdated, unless no other peer trains that could give it a
-        newer one. A donor must be a member, because a silent peer may have sent an outdated state.
+        A peer may use its own state if it is not outdated, or if no other peer is training. A donor
+        must be a member, because a silent peer may have sent an outdated state.
         """
         with self._lock:
             entry = self._present(rank, generation)
@@ -199,7 +199,7 @@ class MembershipClient:
     Args:
       address: the address at which the membership listens.
       secret: shared by the peers of the run.
-      seconds: the timeout of an answer.
+      seconds: how long to wait for a connection or an answer.
     """
 
     def __init__(self, address: Address, secret: bytes, seconds: float):

@@ -108,7 +108,7 @@ def replay(
       observe: callback for each snapshot, called with the peer, the step and the arrays.
 
     Raises:
-      RunError: there are no logs, or a log uses a snapshot or state that no log explains.
+      RunError: there are no logs, or a peer used a snapshot or state that no log reproduces.
       ConfigError: the run or its data cannot be opened.
     """
     workdir = Path(workdir)
@@ -159,7 +159,7 @@ class _Replay:
             ]
             if not ready:
                 name, need = next(iter(waiting.items()))
-                raise RunError(f"peer {name} used {need}, which no log explains")
+                raise RunError(f"peer {name} used {need}, which no log reproduces")
             needs |= {name: next(peers[name], None) for name in ready}
         return sorted(self.done, key=lambda log: tuple(map(int, log.peer.split("."))))
 

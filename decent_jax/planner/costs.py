@@ -1,16 +1,16 @@
-"""The cost of communication on a network: transfers, permutes, means of groups, all-reduce.
+"""The cost of communication on a network: transfers, permutes, group means, all-reduce.
 
 Replica i is on device i of the `Network`; ``network.take(order)`` gives another placement. A
 transfer takes ``latency + bytes / rate``. Concurrent transfers share the network card (NIC) of
 every node they leave or enter, by max-min fairness, and none is faster than its own link. Each
 transfer keeps its initial rate. If all transfers carry the same number of bytes, as in every
-collective here, the slowest are those at the tightest NIC; they end together, so their time is
-exact. Faster transfers could end a little earlier than modelled. Not modelled: a PCIe bus shared
-inside a node, switches between nodes, losses and congestion.
+collective here, the slowest share one bottleneck and end together, so their time is exact. Faster
+transfers could end a little earlier than modelled. Not modelled: a PCIe bus shared inside a node,
+switches between nodes, losses and congestion.
 
-A *phase* is one collective as each replica sees it: the replica waits until its partners have begun
-(a transfer needs both ends), and is done a duration later. A round is a sequence of phases, because
-XLA does not overlap collectives that share devices.
+A *phase* is one collective as each replica sees it: the replica waits until all its partners have
+begun (a transfer needs both ends), and ends ``duration_s`` later. A round is a sequence of phases,
+because XLA does not overlap collectives that share devices.
 """
 
 import dataclasses

@@ -29,10 +29,10 @@ _EQUALLY_FAST = 1.01  # times the fastest step
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An algorithm with its predicted step.
+    """An algorithm and its predicted step time.
 
     sent_bytes: bytes that the busiest replica sends per step, on average.
-    averaging_steps: see `steps_per_averaging`, times ``mix_every``; 0 for all-reduce.
+    averaging_steps: `steps_per_averaging` times ``mix_every``; 0 for all-reduce.
     replicas_per_node: as in `topology.make`.
     """
 

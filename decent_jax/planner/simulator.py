@@ -82,12 +82,12 @@ def simulate(
 def settled_step_s(
     network: Network, workload: Workload, algorithm: Gossip, most_steps: int = 2000
 ) -> float:
-    """The steady-state step time for constant compute.
+    """The steady-state step time for constant compute times.
 
     All times are maxima of sums (a max-plus linear system; Baccelli et al. 1992). If all times of a
     state exceed those of an earlier state by the same amount, the steps in between repeat forever.
-    As in Brent's cycle search, each period's state is compared with the last one saved, at period
-    1, 2, 4, 8, ... Replicas that wait for each other settle within a few steps.
+    As in Brent's cycle search, states are saved after periods 1, 2, 4, 8, ..., and each state is
+    compared with the last one saved. Replicas that wait for each other settle within a few steps.
     """
     simulation = _Simulation(network, workload, algorithm, record=False)
     factor = workload.factors(network.num_devices)

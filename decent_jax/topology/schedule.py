@@ -54,8 +54,8 @@ class Schedule:
         """The round of training step ``step`` (0-based), or None where the step does not mix.
 
         With ``mix_every = H`` (at least 1) step t mixes if ``(t + 1) % H == 0``, in round
-        ``(t // H) % period``. For a round that the schedule repeats within its period, this is the
-        index of its first occurrence, so each round is compiled once.
+        ``(t // H) % period``. If the schedule repeats this round within its period, the result is
+        the index of its first occurrence, so each round is compiled once.
         """
         if mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {mix_every}")
