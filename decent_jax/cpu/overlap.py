@@ -178,7 +178,7 @@ class Program(NamedTuple):
             return local, results
 
         # The main thread starts all programs that communicate. XLA executes the programs of one
-        # thread in order, so each runs at the same time as its counterpart in other processes.
+        # thread in order, so each is paired with its counterpart in the other processes.
         coming = self.compute.begin(run, local, batch if self.parts.several else (batch,))
         message = self.send(outgoing)
         look("message", message)

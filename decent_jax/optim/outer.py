@@ -74,9 +74,9 @@ def diloco(
         e_i \leftarrow 0.95\, e_i + \theta - x_i, \qquad q_i = Q(e_i), \qquad
         e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
 
-    where the mean is encoded once more, with the same bits for all replicas
-    (`decent_jax.gossip.groups.coded_means`), except in sparse formats. This stores e, one more copy
-    of the parameters.
+    where the mean, with the same bits for all replicas, is encoded once more
+    (`decent_jax.gossip.groups.coded_means`), except with sparse formats. This stores e, one more
+    copy of the parameters.
 
     With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with Muon inside, it is
     MuLoCo.
@@ -92,7 +92,7 @@ def diloco(
       codec: message format; None: float32.
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
       delay: steps that a message overlaps, fewer than from one round to the next.
-      carry: whether a replica keeps its progress while the message is in flight.
+      carry: whether a replica keeps the progress that it makes while the message is in flight.
       outer: the outer optimizer: the paper's, or another optax transformation.
 
     Raises:

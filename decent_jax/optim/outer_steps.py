@@ -28,7 +28,7 @@ class OuterState(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """The round of a departing message, and the number of the update in that round."""
+    """The round of a departing message, and the number of the update that has this round."""
 
     round: RoundId
     # shape=(), dtype=int32
@@ -70,7 +70,7 @@ def outer_steps(
     ) -> Message:
         f, which = fragment(round, late)
         theta, late = take_leaves(own.theta, which), take_leaves(late, which)
-        count = count + max(delay - 1, 0)  # of the update in that round
+        count = count + max(delay - 1, 0)  # of the update that has the round
         departure = Departure(round, count, gossip.Between(after))
         return outer_step(theta, late, own.states[f], departure)
 

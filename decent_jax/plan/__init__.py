@@ -1,1 +1,1 @@
-"""The plan file and the order of micro-batches, which the planner and the trainers share."""
+"""The plan file, which the planner and the trainers share, and the order of micro-batches."""

@@ -26,7 +26,7 @@ def make(
     |---|---|---|
     | ``complete`` | all replicas average | any |
     | ``ring`` | disjoint neighbouring pairs, alternating sides (Decent-DP's ring) | even |
-    | ``bidirectional_ring`` | i receives from i - 1 and i + 1, equal weights | any |
+    | ``bidirectional_ring`` | i averages with i - 1 and i + 1, equal weights | any |
     | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
     | ``hypercube`` | i pairs with i XOR 2^r (Decent-DP's one-peer-exp) | 2^k |
     | ``alternating_exp_ring`` | each node, then half of the node pairs j, j XOR 2^i | 2^k nodes |

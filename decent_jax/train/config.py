@@ -32,7 +32,7 @@ from decent_jax.train.settings import SYNCHRONOUS, TRAINERS, Config
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
-ONE_HOST = "one_peer_exp"  # `AUTO` on one host, and its stand-in until the hosts are known
+ONE_HOST = "one_peer_exp"  # `AUTO` if no other schedule fits, and until the hosts are known
 
 _WORKERS = 32  # largest ``data.workers`` per core
 

@@ -74,7 +74,8 @@ class Rows:
 
     The losses and the gradient norm of a row are means over the steps since the previous row, and
     over all replicas (``loss_max`` and ``loss_min`` are those of single replicas). The learning
-    rate, the skipped updates and the consensus distance are those of its last step.
+    rate, the skipped updates (since the start) and the consensus distance are taken at its last
+    step.
 
     Args:
       runner: the runner, which measures the steps.
