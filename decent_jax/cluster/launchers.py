@@ -60,7 +60,7 @@ def shows_own_devices(launcher: str | None) -> bool:
 def check_unread(count: int) -> None:
     """Raise ConfigError if an unsupported launcher started several processes.
 
-    Otherwise, each of them would train alone.
+    Without this check, each of them would train alone.
 
     Args:
       count: number of processes that find each other through the supported variables.

@@ -138,7 +138,7 @@ def eval_batches(
     replicas: Sequence[int] | None = None,
     workers: int = 0,
 ) -> Batches:
-    """An iterator over all records of `source`, each once; the last batch is padded with zeros.
+    """An iterator over all records of `source`, once and in order; the last batch is zero-padded.
 
     Arguments are as for `train_batches`; `max_batches` > 0 stops after that many batches.
 

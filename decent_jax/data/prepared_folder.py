@@ -22,7 +22,7 @@ from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import Json, read_json, write_atomic
 
 _LOCK = "owner.lock"
-_PART_BYTES, _PARTS = 1 << 16, 1024  # that `checksum` reads of files too large to read in full
+_PART_BYTES, _PARTS = 1 << 16, 1024  # the parts that `checksum` reads of large files
 LISTED_FILES = 1000  # a manifest names at most this many inputs
 
 

@@ -86,7 +86,7 @@ class Progress:
 
     def __init__(self, total_steps: int | None, start_step: int = 0, quiet: bool = False):
         self._quiet = quiet
-        # tqdm imports this module, and IPython with it, only in a notebook with ipywidgets.
+        # tqdm imports tqdm.notebook, and IPython with it, only in a notebook with ipywidgets.
         bars = getattr(sys.modules.get("tqdm.notebook"), "tqdm_notebook", ())
         self._has_bar = sys.stderr.isatty() or issubclass(auto.tqdm, bars)
         self._bar = (auto.tqdm if self._has_bar else _Hidden)(

@@ -226,7 +226,7 @@ class StageExecutor:
     def _exchange(self, own: PyTree, t: int) -> PyTree:
         """Exchange losses and sums of squares between stages; returns losses and gradient norms.
 
-        All stages of a replica must clip by the same norm, and accept or reject the same update.
+        All stages of a replica must clip by the same norm, and all accept or all reject the update.
         """
         own = jax.tree.map(np.asarray, own)
         parts = {self.part.stage: own}

@@ -69,7 +69,7 @@ class Part(NamedTuple):
         return {name: params[name] for name in params if not (self.borrows and name == TABLE)}
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """The stage's initial parameters and model state; `jax.jit` drops all other parameters."""
+        """The stage's initial parameters and model state; under `jax.jit`, no others are drawn."""
         params, model_state = self.task.init(key)
         return self.of_whole(params), model_state
 

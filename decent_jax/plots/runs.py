@@ -116,7 +116,7 @@ def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
 
 
 def curve(group: Sequence[RunFolder], name: str) -> Curve | None:
-    """The mean of a metric over the runs of a group; None if not all of them share a step of it."""
+    """The mean of a metric over the runs of a group; None if no step of it is common to all."""
     each = [dict(zip(*run.series(name), strict=True)) for run in group]
     steps = np.array(sorted(set.intersection(*map(set, each))), float)
     if not len(steps):

@@ -28,7 +28,7 @@ _STDLIB_VOCAB = 256  # bytes
 
 @dataclass(frozen=True)
 class Model:
-    """The settings of the decoder; 0 means the preset's size."""
+    """The settings of the decoder; a size of 0 means the preset's."""
 
     preset: str = setting("small", "shape of the decoder", choices=tuple(decoders.PRESETS))
     layers: int = size_of_preset("blocks")

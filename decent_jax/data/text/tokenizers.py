@@ -44,7 +44,7 @@ class Tokenizer:
 
     Attributes:
       name: `"bytes"`, `"chars"` or `"tokenizer.json"`.
-      vocab_size: the number of ids, which lie in `[0, vocab_size)`.
+      vocab_size: the upper bound of the ids, which lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
       unknown: the id for text outside the vocabulary, or -1 without such an id.
       files: the files that decoding needs, as {name: content}; the prepared folder keeps them.

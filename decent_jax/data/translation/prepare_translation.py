@@ -1,8 +1,8 @@
 """Turns sentence pairs into token ids for training: `decent-jax prepare translation`.
 
-The workers read the input twice. The first reading cleans, counts and hashes the pairs, which gives
-the vocabulary and the duplicates; the second writes the remaining pairs as ids. Memory holds one
-hash per pair and the distinct words, not the text.
+The input is read twice. The first reading cleans, counts and hashes the pairs, which gives the
+vocabulary and the duplicates; the second writes the remaining pairs as ids. Memory holds one hash
+per pair and the distinct words, not the text.
 """
 
 import argparse

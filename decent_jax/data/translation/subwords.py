@@ -55,7 +55,7 @@ def normalize(text: str) -> str:
 
     The result is in NFC, with one sign each for apostrophes (`'`), double quotes (`"`), hyphens
     (`-`) and dashes (`–`). It has no control characters, soft hyphens or zero-width spaces, and
-    single spaces between words, but none around them. Normalizing it again changes nothing.
+    no space except a single one between words. Normalizing it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
