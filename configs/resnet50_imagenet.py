@@ -13,8 +13,8 @@ the colon:
                          decay 1e-4, as in configs/resnet50_imagenet_expgraph.py
 
 The schedule `auto` suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
-Differences from the reference: it decayed the scales of four batch norms by mistake, evaluated the
-model of each replica on one share of the validation set (here: the consensus model on all of it),
+Differences from the reference: it decayed the scales of four batch norms by mistake, evaluated each
+replica's model on its own share of the validation set (here: the consensus model on all of it),
 and computed in float16 with loss scaling (here: bfloat16).
 
 Data: ImageNet's original archives, prepared once by TFDS; docs/images.md has the command.

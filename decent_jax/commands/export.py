@@ -65,7 +65,7 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
 def _check_replaceable(out: Path) -> None:
     """Raise ConfigError if the export would replace a file that no export has written."""
     check_replaceable(out, "--out", _EXPORTED)
-    again = out.exists() and out.stat().st_size > 0  # then it also wrote the others
+    again = out.exists() and out.stat().st_size > 0  # then an earlier export wrote the others, too
     for path in (out.with_name(name) for name in _BESIDE):
         if path.is_symlink() or (path.exists() and not again):
             why = f"must be in another folder: no export has written the {path.name} there"

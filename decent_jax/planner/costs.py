@@ -9,8 +9,8 @@ transfers could end a little earlier than modelled. Not modelled: a PCIe bus sha
 switches between nodes, losses and congestion.
 
 A *phase* is one collective as each replica sees it: the replica waits until all its partners have
-begun (a transfer needs both ends), and ends ``duration_s`` later. A round is a sequence of phases,
-because XLA does not overlap collectives that share devices.
+begun (a transfer needs both ends), and is done ``duration_s`` later. A round is a sequence of
+phases, because XLA does not overlap collectives that share devices.
 """
 
 import dataclasses

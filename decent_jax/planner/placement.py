@@ -98,7 +98,7 @@ def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
     Returns:
       The column of every row, (d,), and that largest cost.
     """
-    # A matching costs at least the least entry of each row and column, usually no more than that.
+    # A matching costs at least the least entry of each row and column; the best, usually no more.
     lower = max(costs.min(axis=1).max(), costs.min(axis=0).max())
     columns, fits = _matching_within(costs, lower)
     if fits:

@@ -53,8 +53,8 @@ def place(
     It stops early at a placement that is proved optimal.
 
     Args:
-      steps: the largest number of exchanges, or None. Unless the time runs out first, the same
-          seed then gives the same placement.
+      steps: the largest number of exchanges; None: no limit. With a limit, the same seed gives
+          the same placement, unless the time runs out first.
       progress: whether to show a bar that counts seconds.
 
     Raises:
