@@ -400,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
             places = [set(cores[k :: parsed.at_once]) for k in range(parsed.at_once)]
             failed = train(root, waiting, places, lock, here)
         except KeyboardInterrupt:
-            print("interrupted; start it again to go on", flush=True)
+            print("interrupted; run it again to continue", flush=True)
             return 130
     print(f"{len(failed)} failed" if failed else "all done")
     return int(bool(failed))

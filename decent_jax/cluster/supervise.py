@@ -335,11 +335,11 @@ class Supervisor:
         self._in_vain = 0 if further else self._in_vain + 1
         lost = [k for k, code in enumerate(codes) if code is None or died(code)]
         if not lost:  # a process that aborted looks like a survivor
-            self._say("a connection broke, but no process is known to be lost: all start again")
+            self._say("a connection broke, but no process is known to be lost: all restart")
         for k in lost:
             member = self._active[k]
             member.deaths += not further
-            then = "it is left out" if member.deaths > self._again else "all start again"
+            then = "it is excluded" if member.deaths > self._again else "all restart"
             how = describe(codes[k])
             self._say(f"process {k} ({member.name}) {how} after {seconds:.0f} s: {then}")
         active, spare = [], self._spare()

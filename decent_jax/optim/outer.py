@@ -48,7 +48,7 @@ def diloco(
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
-    carry: Annotated[bool, "keep a replica's progress while its message is in flight"] = False,
+    carry: Annotated[bool, "keep the progress made while a message is in flight"] = False,
     outer: OuterSGD | optax.GradientTransformation = OuterSGD(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: many local steps, then an outer optimizer step on their average movement.
@@ -134,7 +134,7 @@ def noloco(
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message overlaps, below mix_every"] = 0,
-    carry: Annotated[bool, "keep a replica's progress while its message is in flight"] = False,
+    carry: Annotated[bool, "keep the progress made while a message is in flight"] = False,
     outer: OuterSGD = OuterSGD(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` in which replicas average with neighbours, such as a random partner.

@@ -83,9 +83,10 @@ def acceptable(gradient: PyTree, value: jax.Array | None) -> jax.Array:
 def unspoiled(update: PyTree) -> jax.Array:
     """() bool: whether the smallest array is finite, and no other small array is all non-finite.
 
-    An array is small if it has at most 256 numbers, or if it and all smaller ones together hold at
-    most 1/64 of the update. We check several because the smallest may be frozen. We check no larger
-    ones because reading an array of an update forces XLA to write it out before it is applied.
+    An array is small if it has at most 256 numbers, or if the arrays up to its size, without the
+    smallest, together hold at most 1/64 of the update. We check several because the smallest may be
+    frozen. We check no larger ones because reading an array of an update forces XLA to write it out
+    before it is applied.
     """
     leaves = sorted(filter(jnp.size, jax.tree.leaves(update)), key=jnp.size)
     total, held, flags = sum(x.size for x in leaves), 0, [all_finite(leaves[:1])]

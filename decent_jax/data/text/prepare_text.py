@@ -195,7 +195,7 @@ Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocab
 65,536; each document ends with the end-of-text id), with OUT/manifest.json and the tokenizer's
 files.
 
-Reads .txt (one document per file), .jsonl and .ndjson (one per line), both also as .gz, .bz2, .xz
+Reads .txt (one document per file), .jsonl and .ndjson (one per line), all also as .gz, .bz2, .xz
 or .zst, .parquet (one per row), and folders of these. Other files in the folders are only counted.
 """
 EXAMPLE = """\
