@@ -7,7 +7,8 @@ parameters, both decaying linearly to 0; images mirrored in every other epoch an
 pixels; label smoothing of 0.2; six views of a test image. Unlike the source: float32 on a CPU;
 images normalized by ImageNet's mean and standard deviation; batch norm over a replica's 250 images.
 
-Data: as for configs/cifar10.py.
+Data: as for configs/cifar10.py, from the original images; JPEG copies of them cost 3.5 points.
+docs/log/2026-11-29-cifar10-94.md says where to get them.
 
 Command: python train.py --config configs/cifar10_fast.py:all_reduce --workdir runs/cifar10_fast
 After the colon comes one of the names in ARMS; `benchmarks/evidence/trainings.py` runs them all.

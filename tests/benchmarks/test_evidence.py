@@ -53,6 +53,7 @@ def of(task, arm, **setting):
         *(("cifar10", arm, {"epochs": 8.0}, ".1f") for arm in ("all_reduce", "ring", "swarm")),
         *(("multi30k_en_de", arm, {}, ".2f") for arm in ("all_reduce", "accum_adam", "swarm")),
         *(("us_gov_web_text", arm, {}, ".3f") for arm in ("all_reduce", "accum_adam")),
+        *(("cifar10_fast", arm, {}, ".2f") for arm in ("all_reduce", "gossip")),
         *(("shakespeare", arm, {}, ".3f") for arm in trainings.NANOGPT),
         ("shakespeare", "all_reduce", {"learning_rate": 4e-3}, ".3f"),
         ("shakespeare", "gossiped_momentum", {"learning_rate": 4e-3}, ".3f"),
