@@ -105,9 +105,8 @@ def check(config: Config) -> None:
     if silent_s > start_s:
         why = f"must be at least peers.silent_s ({silent_s:g} s)"
         raise ConfigError.about("peers.start_s", start_s, why)
-    # Peers use no schedule, but methods require one; peers themselves encode their snapshots.
-    own = config_lib.changed(config, schedule="random_matching", codec="float32")
-    config_lib.check(own)
+    # Peers use no schedule, but methods require one.
+    config_lib.check(config_lib.changed(config, schedule="random_matching"))
 
 
 def count_of(config: Config) -> int:
@@ -137,7 +136,7 @@ def open_run(
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
     """
     leave_launcher()
-    alone = {"num_replicas": 1, "schedule": "one_peer_exp", "mesh.devices": 0, "codec": "float32"}
+    alone = {"num_replicas": 1, "schedule": "one_peer_exp", "mesh.devices": 0}
     alone = config_lib.changed(config, **alone)
     with open_experiment(alone, workdir, config.num_replicas, checked) as (experiment, work):
         task = experiment.task

@@ -66,6 +66,7 @@ def parts(
             f"algorithm {config.algorithm} adds weight decay to the gradient: set "
             f"optimizer.decoupled=False, or optimizer.weight_decay=0{instead}"
         )
+    encodes = config.trainer != "peers"  # a peer encodes its snapshots itself
     numbers = numbers_of(config, method)
     if config.gamma_lr_exponent and callable(rate):
         numbers["gamma"] = lambda step: (  # pyright: ignore[reportUnknownLambdaType]
@@ -78,7 +79,7 @@ def parts(
         axis_name,
         config.combine,
         config.mix_every,
-        codecs.named(config.codec, config.seed),
+        codecs.named(config.codec, config.seed) if encodes else None,
         gradient=optax.chain(clip, decay),
         optimizer=dataclasses.asdict(config.optimizer),
         same_init=config.same_init,

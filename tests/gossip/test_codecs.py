@@ -67,7 +67,10 @@ def test_bytes_are_those_of_the_table(codec, size, bound):
 def test_every_format_of_a_config_is_tested():
     tested = [codec for codec, *_ in CASES.values()]
     assert all(codec is None or codec in tested for codec in codecs.NAMED.values())
-    assert codecs.bytes_sent(None, (6, 50)) == 1200
+    sizes = {"float32": 1200, "bfloat16": 600, "int8": 324, "int4": 174}
+    sizes |= {"lattice8": 308, "lattice16": 608}
+    names = (*codecs.NAMED, *codecs.LATTICES)
+    assert {name: codecs.bytes_sent(codecs.named(name), (6, 50)) for name in names} == sizes
 
 
 # --- 8 and 4 bits -------------------------------------------------------------------------------
