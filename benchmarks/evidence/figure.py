@@ -31,6 +31,7 @@ TASKS = {  # what the tables show, and the factor and unit of it
     "shakespeare": (("final", "eval/loss"), 1, "loss, nats per character"),
     "cifar10": (("final", "eval/top1"), 100, "top-1 %"),
     "cifar10_fast": (("final", "eval/top1"), 100, "top-1 %"),
+    "cifar10_relaysgd": (("final", "eval/top1_worst"), 100, "top-1 % of the worst replica"),
     "multi30k_en_de": (("test", "bleu"), 1, "BLEU"),
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
 }

@@ -8,16 +8,17 @@
 DIR/data/ has the folders shakespeare, cifar10, multi30k and us_gov_web_text; the configs of these
 names say how to prepare them. The list (`pieces`) is in the order of worth: what has finished can
 be compared. The third trains those with a word in their names, five at once on a GPU, each with a
-fifth of the cores; fields after it say how this machine computes, not what, and go to all commands.
-Every run is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on
-where it was when the script is started again. `kept` says what DIR/records/NAME.json has of a
-finished run; figure.py makes tables and a figure of those in benchmarks/records/.
+fifth of the cores; fields after it go to all commands and say how this machine computes. Every run
+is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on where it
+was when the script is started again. `kept` says what DIR/records/NAME.json has of a finished run;
+figure.py makes tables and a figure of those in benchmarks/records/.
 """
 
 import fcntl
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -52,7 +53,7 @@ class Piece(NamedTuple):
     def command(self, root: Path, here: Sequence[str] = ()) -> list[str]:
         """Of train.py, after the interpreter; ``here``: flags for this machine."""
         fields = {
-            "data.path": root / "data" / self.task.removesuffix("_en_de").removesuffix("_fast"),
+            "data.path": root / "data" / re.sub("_(en_de|fast|relaysgd)$", "", self.task),
             **dict(self.changes),
         }
         return [
@@ -75,23 +76,16 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
-    of_tasks = [
-        *_shakespeare(),
-        *_cifar10_fast(),
-        *_cifar10_main(),
-        *_multi30k_main(),
-        *_different_data(),
-        *_language(),
-    ]
-    of_tasks += [*_slow_links(), *_rates(), *_higher_rates()]
-    return [*of_tasks, *_inverse_sqrt(), *_the_rest()]
+    published = _shakespeare, _cifar10_fast, _relaysgd
+    main = _cifar10_main, _multi30k_main, _different_data, _language
+    others = _slow_links, _rates, _higher_rates, _inverse_sqrt, _the_rest
+    return [each for kind in (*published, *main, *others) for each in kind()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
 ADAM = ("cifar10:accum_adam", "cifar10:all_reduce_adam")
 NANOGPT = ("all_reduce", "accum_adam", "gossiped_momentum", "gossiped_momentum_int8", "diloco")
 ADAM_ARMS = ("accum_adam", "all_reduce")  # of Multi30k and of the language model
-MUON_ARMS = ("muon", "gossiped_muon", "sparseloco_muon")  # of the language model
 FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)  # a grid for CIFAR-10; the second is that of the config
 GRID_SEED = 100  # which nothing else has
@@ -123,6 +117,16 @@ def _cifar10_fast() -> Iterator[Piece]:
     yield from (piece(f"cifar10_fast:{arm}", seed) for seed in range(3) for arm in arms)
 
 
+def _relaysgd() -> Iterator[Piece]:
+    """RelaySGD's Table 2 for two cores: a quarter of the width, a twentieth of the epochs."""
+    arms = ("exponential", "ring", "ring_quasi_global", "ring_d2")
+    own = {"epochs": 10.0, "model__width": 16}
+    for seed in range(3):
+        yield piece("cifar10_relaysgd:all_reduce,0.1", seed, **own)
+        for alpha, arm in itertools.product(("0.01", "0.1", "1"), arms):
+            yield piece(f"cifar10_relaysgd:{arm},{alpha}", seed, **own)
+
+
 def _cifar10_main() -> Iterator[Piece]:
     """The shortest budget first, as mistakes show early; then the longest with seeds."""
     yield from (piece(arm, 0, epochs=SHORTEST) for arm in MAIN)
@@ -130,11 +134,7 @@ def _cifar10_main() -> Iterator[Piece]:
 
 
 def _rates() -> Iterator[Piece]:
-    """A grid of learning rates for gossip and all-reduce, as noise moves the best one.
-
-    And at twice the config's, where gossip is furthest behind, arms whose replicas stay nearer to
-    each other.
-    """
+    """A grid of learning rates; at twice the config's, arms whose replicas are nearer, too."""
     nearer = ("momentum_sgd_atc", "gossiped_momentum", "alternating_exp_ring")
     at_twice = (*MAIN, *(f"cifar10:{arm}" for arm in nearer))
     for rate in RATES:
@@ -169,7 +169,8 @@ def _language() -> Iterator[Piece]:
     """Adam's, Muon's, and Adam whose first moment is averaged, too: gradients are mostly noise."""
     for seed in range(2):
         yield from (piece(f"us_gov_web_text:{arm}", seed) for arm in ADAM_ARMS)
-    yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in MUON_ARMS)
+    muon = ("muon", "gossiped_muon", "sparseloco_muon")
+    yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in muon)
     yield from (piece("us_gov_web_text:gossiped_momentum", seed) for seed in range(2))
 
 

@@ -87,8 +87,10 @@ class Airbench(nnx.Module):
         kernel = uniform(rngs.params(), (channels, config.num_classes), jnp.float32)
         self.fc = nnx.Dict(kernel=nnx.Param(kernel / kernel.std()))
 
-    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Logits ``(B, num_classes)`` float32 of normalized images ``(B, H, W, 3)``."""
+    def __call__(
+        self, images: jax.Array, *, train: bool, dropout_rng: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits ``(B, num_classes)`` float32 of normalized images ``(B, H, W, 3)``; no dropout."""
         x = images.astype(self.config.dtype)
         kernel = jax.lax.stop_gradient(self.whiten["kernel"][...]).astype(x.dtype)
         x = jax.lax.conv_general_dilated(

@@ -122,13 +122,16 @@ class ResNet(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(
+        self, images: jax.Array, *, train: bool, dropout_rng: jax.Array | None = None
+    ) -> jax.Array:
         """Logits of images.
 
         Args:
           images: ``(B, H, W, 3)`` floats, normalized.
           train: True normalizes with the statistics of this batch and updates the running ones;
             False normalizes with the running ones.
+          dropout_rng: unused; this network has no dropout.
 
         Returns:
           ``(B, num_classes)`` float32.
@@ -175,7 +178,7 @@ class ResidualBlock(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """A convolution without bias, ``(B, H, W, inputs)`` to ``(B, H', W', outputs)``."""
+    """A convolution, ``(B, H, W, inputs)`` to ``(B, H', W', outputs)``, without bias by default."""
 
     def __init__(
         self,
@@ -185,12 +188,17 @@ class Conv(nnx.Module):
         stride: int,
         rngs: nnx.Rngs,
         draw: Any = _NORMAL,
+        bias: bool = False,
     ):
         self.stride = stride
+        self.bias: Any = nnx.data(nnx.Param(jnp.zeros(outputs, jnp.float32)) if bias else None)
         self.kernel = nnx.Param(draw(rngs.params(), (size, size, inputs, outputs), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return cpu.conv(x, self.kernel[...].astype(x.dtype), self.stride)
+        x = cpu.conv(x, self.kernel[...].astype(x.dtype), self.stride)
+        if self.bias is None:
+            return x
+        return x + self.bias[...].astype(x.dtype).reshape(1, 1, 1, -1)
 
 
 class BatchNorm(nnx.Module):
@@ -252,7 +260,7 @@ def _wide(dtype) -> jnp.dtype:
 
 
 # --- The functional adapter ---------------------------------------------------------------------
-# A config is a ResNetConfig or an AirbenchConfig; its ``network`` is the module's class.
+# A config is a ResNetConfig, AirbenchConfig or VGGConfig; its ``network`` is the module's class.
 
 
 def init(config: Config, key: jax.Array) -> tuple[Params, Statistics]:
@@ -275,11 +283,18 @@ def logits_of(
 
 
 def train_logits(
-    config: Config, params: Params, statistics: Statistics, images: jax.Array
+    config: Config,
+    params: Params,
+    statistics: Statistics,
+    images: jax.Array,
+    dropout_rng: jax.Array | None = None,
 ) -> tuple[jax.Array, Statistics]:
-    """Logits in training, with the statistics of the batch, and the new running statistics."""
+    """Logits in training, with the statistics of the batch, and the new running statistics.
+
+    Without ``dropout_rng`` there is no dropout.
+    """
     model = merge(config, params, statistics)
-    logits = model(images, train=True)
+    logits = model(images, train=True, dropout_rng=dropout_rng)
     return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
 

@@ -1,4 +1,4 @@
-"""Image classification with a ResNet or airbench94, on photographs or on generated pictures."""
+"""Image classification with a ResNet, VGG-11 or airbench94, on photographs or generated images."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import changeable, dtype_of_activations, setting, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import airbench, resnet, weights
+from decent_jax.models import airbench, resnet, vgg, weights
 from decent_jax.models.pieces import Params, cross_entropy
 from decent_jax.tasks import Task, TaskConfig, TaskData, TrainedRun, impossible_model
 from decent_jax.tasks.augmentation import augment, logits_of_views, normalize
@@ -28,10 +28,11 @@ from decent_jax.tasks.augmentation import augment, logits_of_views, normalize
 GENERATED = "generated"
 CROPS = ("resized", "whole")
 CONSENSUS = ("average", "recompute", "mix")
-PRESETS = {**resnet.PRESETS, **airbench.PRESETS}
-Config = resnet.ResNetConfig | airbench.AirbenchConfig
+PRESETS = {**resnet.PRESETS, **airbench.PRESETS, **vgg.PRESETS}
+Config = resnet.ResNetConfig | airbench.AirbenchConfig | vgg.VGGConfig
 
 _WHITENED_IMAGES = 5000
+_DROPOUT = 2  # folded into a step's key; 0 and 1 would give the keys that `augment` splits off it
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,9 @@ def model_config(config: ImageConfig, num_classes: int) -> Config:
         if value and not hasattr(preset, name):
             why = f"must be left out, because the preset {model.preset!r} has none"
             raise ConfigError.about(f"model.{name}", value, why)
+    if model.batch_norm_consensus != "average" and not hasattr(preset, "momentum"):
+        why = f"must be 'average', because the preset {model.preset!r} has no batch norm"
+        raise ConfigError.about("model.batch_norm_consensus", model.batch_norm_consensus, why)
     try:
         changes: Params = {name: getattr(model, name) for name in ("width", "small_images")}
         changes["blocks"] = _blocks(model.blocks)
@@ -249,7 +253,8 @@ class ImageClassification(Task):
     def loss(self, params, model_state, batch, key):
         images = normalize(batch["image"])
         images = augment(key, images, flip=self.flip, shift=self.shift, border=self.border)
-        logits, new_state = resnet.train_logits(self.config, params, model_state, images)
+        rng = jax.random.fold_in(key, _DROPOUT)
+        logits, new_state = resnet.train_logits(self.config, params, model_state, images, rng)
         loss = cross_entropy(logits, batch["label"], self.label_smoothing).mean()
         return loss, _unless_not_finite(new_state, model_state)
 
@@ -304,7 +309,8 @@ def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def _unless_not_finite(new, old):
     """``new``, or ``old`` if ``new`` is not finite, from which statistics would never recover."""
-    ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
+    finite = jax.tree.map(lambda x: jnp.isfinite(x).all(), new)
+    ok = jax.tree.reduce(jnp.logical_and, finite, jnp.array(True))
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 

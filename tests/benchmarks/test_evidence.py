@@ -19,6 +19,7 @@ RESULTS = "\n".join(
 )
 
 
+@pytest.mark.filterwarnings("ignore:d2 on bidirectional_ring")  # as published
 def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
     """The first of each config: seeds and lengths change nothing that is refused."""
     for piece in {piece.config: piece for piece in trainings.pieces()}.values():

@@ -315,12 +315,37 @@ def test_config_errors(field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("model.blocks", "1,1"), ("model.small_images", True)]
+    ("preset", "field", "value"),
+    [
+        ("airbench94", "model.blocks", "1,1"),
+        ("airbench94", "model.small_images", True),
+        ("vgg11", "model.small_images", True),
+        ("vgg11", "model.batch_norm_consensus", "recompute"),
+        ("vgg11", "model.batch_norm_consensus", "mix"),
+    ],
 )
-def test_what_airbench_does_not_have_is_refused(field, value):
-    given = {"model__preset": "airbench94", "model__blocks": "", field.replace(".", "__"): value}
+def test_what_a_network_does_not_have_is_refused(preset, field, value):
+    given = {"model__preset": preset, "model__blocks": "", field.replace(".", "__"): value}
     with refused(field):
         config_lib.validate(tiny_config(**given))
+
+
+def test_a_network_without_batch_norm_has_dropout_in_training_only():
+    """A dropped input of a linear layer gives its row no gradient; the key decides which."""
+    task = make_task(model__preset="vgg11", model__blocks="", model__width=4)
+    params, state = jax.jit(task.init)(jax.random.key(0))
+    batch = batch_of(task.train_source, np.arange(1))
+    assert state == {}
+    gradient = jax.jit(jax.grad(task.loss, has_aux=True))
+    dropped = []
+    for key in map(jax.random.key, range(8)):
+        rows, new = gradient(params, state, batch, key)
+        assert new == {}
+        dropped.append((np.asarray(rows["fc2"]["kernel"]) == 0).all(axis=1))
+    assert len({row.tobytes() for row in dropped}) == 8 and not np.all(dropped, axis=0).all()
+    evaluate = jitted(task)[1]
+    first, again = (evaluate(params, state, batch, np.ones(1)) for _ in range(2))
+    assert_equal(first, again)
 
 
 def test_the_whitening_reads_each_image_once(monkeypatch):
