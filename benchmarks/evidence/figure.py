@@ -69,8 +69,6 @@ SHOWN = {
         "50mbit",
     ),
 }
-
-
 KNOWN = {  # a panel's title, unit and settings, and the published result with its source
     "shakespeare": ("Shakespeare: loss, nats per character", 1, ((), BEST_RATE), 1.88, "nanoGPT"),
     "cifar10_fast": ("CIFAR-10 in 8 epochs: top-1, %", 100, ((),), 94.01, "airbench94"),
