@@ -75,7 +75,7 @@ def get_config(arguments: str = "exponential"):
 
     config.mesh.sequential_replicas = True
     config.log.every = 50
-    config.eval.every = "20%"
+    config.eval.every = "50%"
     config.eval.replicas = True
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 5.0
