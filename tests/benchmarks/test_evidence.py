@@ -38,7 +38,7 @@ def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
 
 RECORDS = figure.load(figure.RECORDS)
 MAIN = ("all_reduce", "momentum_sgd", "momentum_sgd_atc")
-SHORT = {"epochs": 10.0, "model.width": 16}
+RELAYSGD, SHORT = ("exponential", "ring", "ring_quasi_global"), {"epochs": 10.0, "model.width": 16}
 
 
 def of(task, arm, **setting):
@@ -57,7 +57,7 @@ def of(task, arm, **setting):
         *(("us_gov_web_text", arm, {}, ".3f") for arm in ("all_reduce", "accum_adam")),
         *(("cifar10_fast", arm, {}, ".2f") for arm in ("all_reduce", "gossip")),
         ("cifar10_fast", "gossiped_momentum", {}, ".2f"),
-        *(("cifar10_relaysgd", f"{arm},0.01", SHORT, ".1f") for arm in ("exponential", "ring")),
+        *(("cifar10_relaysgd", f"{arm},0.01", SHORT, ".1f") for arm in RELAYSGD),
         *(("shakespeare", arm, {}, ".3f") for arm in trainings.NANOGPT),
         ("shakespeare", "all_reduce", {"learning_rate": 4e-3}, ".3f"),
         ("shakespeare", "gossiped_momentum", {"learning_rate": 4e-3}, ".3f"),
