@@ -14,8 +14,10 @@ accuracy of the worst replica (here `eval/top1_worst`), in percent, the mean of 
     ring_d2                             87.2   84.0   38.2
     ring                                87.4   79.9   53.9
 
-Unlike the source: images normalized by ImageNet's mean and standard deviation; biases start at 0
-and do not decay; the last evaluation instead of a mean over the last five epochs.
+Unlike the source: heavy-ball instead of Nesterov momentum; the rounds of the exponential graph in
+their order (its code sends to the replicas 1, 1, 4, 8, 1, 4, 4 and 2 places away); another draw of
+the classes; images normalized by ImageNet's mean and standard deviation; biases start at 0 and do
+not decay; the last evaluation instead of a mean over the last five epochs.
 
 Data: as for configs/cifar10_fast.py.
 
