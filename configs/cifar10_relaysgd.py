@@ -16,8 +16,9 @@ accuracy of the worst replica (here `eval/top1_worst`), in percent, the mean of 
 
 Unlike the source: quasi-global momentum is heavy-ball instead of Nesterov's; the exponential graph
 has its rounds in order (the code of the source sends to the replicas 1, 1, 4, 8, 1, 4, 4 and 2
-places away); another draw of the classes; images normalized by ImageNet's mean and standard deviation; biases start at 0 and do
-not decay; the last evaluation instead of a mean over the last five epochs.
+places away); another draw of the classes; images normalized by ImageNet's mean and standard
+deviation; biases start at 0 and do not decay; the last evaluation instead of a mean over the last
+five epochs.
 
 Data: as for configs/cifar10_fast.py.
 

@@ -24,7 +24,8 @@ def test_every_command_is_a_good_config_but_for_its_data(tmp_path, tiny_data):
     """The first of each config: seeds and lengths change nothing that is refused."""
     for piece in {piece.config: piece for piece in trainings.pieces()}.values():
         config, workdir = flags.parse(piece.command(tmp_path)[1:])
-        assert Path(config.data.path).parent == tmp_path / "data"
+        folder = Path(config.data.path)
+        assert folder.parent == tmp_path / "data" and f" {folder.name}" in trainings.__doc__
         assert workdir == str(tmp_path / "runs" / piece.name)
         config.data.path = "numbers" if config.task == "translation" else str(tiny_data)
         if config.task == "language_modeling":
