@@ -55,10 +55,13 @@ API = {
 
 
 def on_config(config):
-    """The pages of the API come into the navigation."""
+    """The pages of the API and of the log, newest first, come into the navigation."""
+    log = sorted((ROOT / "docs" / "log").glob("[0-9]*.md"), reverse=True)
     for entry in config.nav:
         if "Reference" in entry:
             entry["Reference"] = [{room: f"api/{room}.md"} for room in API]
+        if "Results" in entry:
+            entry["Results"].append({"Log": ["log/index.md", *(f"log/{p.name}" for p in log)]})
     return config
 
 

@@ -193,6 +193,17 @@ def test_pages_of_notebooks_are_of_today(page):
     assert sorted(shown) == sorted(p.name for p in page.parent.glob(f"{page.stem}_*.png"))
 
 
+def test_the_site_and_the_log_have_every_page():
+    """`mkdocs build --strict` says the first, too, at the end of CI; docs/site.py adds the log."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in navigation, page.name
+    log = ROOT / "docs" / "log"
+    rows = re.findall(r"\| \[(.*)\]\((.*)\) \|", (log / "index.md").read_text())
+    heads = {page.name: page.read_text().split("\n")[0] for page in log.glob("[0-9]*.md")}
+    assert {name: f"# {words}" for words, name in rows} == heads
+
+
 # --- docs/topologies.md ---------------------------------------------------------------------------
 
 
