@@ -112,11 +112,13 @@ def _shakespeare() -> Iterator[Piece]:
 
 
 def _cifar10_fast() -> Iterator[Piece]:
-    """airbench94, whose 94% the field knows: both orders, averaged momenta, a higher rate."""
+    """airbench94, whose 94% the field knows: averaged momenta, a higher rate or beta."""
     arms = ("all_reduce", "gossip", "gossip_awc", "gossiped_momentum", "hypercube")
     for seed in range(3):
         yield from (piece(f"cifar10_fast:{arm}", seed) for arm in arms)
         yield piece("cifar10_fast:gossiped_momentum", seed, "-higher_rate", learning_rate=0.36)
+        longer = {"optimizer__name": "decent_jax.models.airbench.optimizer(beta=0.85)"}
+        yield piece("cifar10_fast:gossiped_momentum", seed, "-higher_beta", **longer)
 
 
 def _relaysgd() -> Iterator[Piece]:

@@ -147,12 +147,12 @@ def whitening(images: np.ndarray) -> np.ndarray:
     return np.concatenate([kernel, -kernel], axis=-1)
 
 
-def optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
+def optimizer(learning_rate: optax.Schedule, beta: float = 0.6) -> optax.GradientTransformation:
     """Muon for filters, SGD with Nesterov momentum for biases and the last layer.
 
     The rates of SGD keep their published ratios to ``learning_rate``, the rate of the filters,
-    which decays linearly from 0.24 to 0. Before each update, filters are rescaled to a norm of 1 on
-    average.
+    which decays linearly from 0.24 to 0; ``beta`` is Muon's momentum. Before each update, filters
+    are rescaled to a norm of 1 on average.
     """
 
     def sgd(peak, share=1.0):
@@ -169,7 +169,7 @@ def optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
         return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((0, 1, 2), (3,)), filters)
 
     muon = optax.contrib.scale_by_muon(
-        ns_steps=3, beta=0.6, eps=1e-7, weight_dimension_numbers=axes
+        ns_steps=3, beta=beta, eps=1e-7, weight_dimension_numbers=axes
     )
 
     def rescaled(updates, params):
