@@ -106,21 +106,19 @@ def _shakespeare() -> Iterator[Piece]:
     twice = {"learning_rate": 2e-3, "optimizer__b2": 0.999}
     yield piece("shakespeare:accum_adam", 0, "-twice_the_rate", **twice)
     yield from (piece(f"shakespeare:{arm}", seed) for seed in (1, 2) for arm in NANOGPT)
-    for seed in range(3):
-        own = {"num_replicas": 12}
-        yield from (piece(f"shakespeare:{arm}", seed, "-12_replicas", **own) for arm in NANOGPT)
+    for seed, arm in itertools.product(range(3), NANOGPT):
+        yield piece(f"shakespeare:{arm}", seed, "-12_replicas", num_replicas=12)
 
 
 def _cifar10_fast() -> Iterator[Piece]:
     """airbench94, whose 94% the field knows; then Muon's beta exchanged, and a higher rate."""
     arms = ("all_reduce", "gossip", "gossip_awc", "gossiped_momentum", "hypercube")
     yield from (piece(f"cifar10_fast:{arm}", seed) for seed in range(3) for arm in arms)
-    published = {"optimizer__name": "decent_jax.models.airbench.optimizer"}
-    longer = {"optimizer__name": "decent_jax.models.airbench.optimizer(beta=0.85)"}
-    yield piece("cifar10_fast:all_reduce", 0, "-higher_beta", **longer)
-    for label, rate in ("-published_beta", 0.24), ("-higher_rate", 0.36):
-        own = published | {"learning_rate": rate}
-        yield piece("cifar10_fast:gossiped_momentum", 0, label, **own)
+    muon = "decent_jax.models.airbench.optimizer"
+    yield piece("cifar10_fast:all_reduce", 0, "-higher_beta", optimizer__name=f"{muon}(beta=0.85)")
+    yield piece("cifar10_fast:gossiped_momentum", 0, "-published_beta", optimizer__name=muon)
+    higher = {"learning_rate": 0.36, "optimizer__name": muon}
+    yield piece("cifar10_fast:gossiped_momentum", 0, "-higher_rate", **higher)
 
 
 def _relaysgd() -> Iterator[Piece]:
@@ -213,21 +211,19 @@ def record_of(root: Path, name: str) -> Path:
     return root / "records" / f"{name}.json"
 
 
-def left(root: Path, all_pieces: Iterable[Piece]) -> list[Piece]:
+def left(root: Path, all_pieces: list[Piece]) -> list[Piece]:
     """Those without a record, in order."""
     return [each for each in all_pieces if not record_of(root, each.name).exists()]
 
 
-def listing(root: Path, all_pieces: Iterable[Piece]) -> str:
+def listing(root: Path, all_pieces: list[Piece]) -> str:
     """A line per piece: its state, the hours it has trained, its last evaluation."""
-    lines, count = [], 0
+    waiting, lines = left(root, all_pieces), []
     for each in all_pieces:
         folder = root / "runs" / each.name
-        done = record_of(root, each.name).exists()
-        count += done
-        state = "done" if done else "begun" if folder.exists() else "waits"
+        state = "done" if each not in waiting else "begun" if folder.exists() else "waits"
         lines.append(f"{state:<6}{each.name:<56}{_progress(folder)}".rstrip())
-    return "\n".join([*lines, f"{count} of {len(lines)} done"])
+    return "\n".join([*lines, f"{len(lines) - len(waiting)} of {len(lines)} done"])
 
 
 def _progress(folder: Path) -> str:
