@@ -108,6 +108,8 @@ def _shakespeare() -> Iterator[Piece]:
     yield from (piece(f"shakespeare:{arm}", seed) for seed in (1, 2) for arm in NANOGPT)
     for seed, arm in itertools.product(range(3), NANOGPT):
         yield piece(f"shakespeare:{arm}", seed, "-12_replicas", num_replicas=12)
+    own = {"num_replicas": 12, "learning_rate": 3.5e-3}  # the published rate times sqrt(12)
+    yield piece("shakespeare:gossiped_momentum", 0, "-12_replicas-higher_rate", **own)
 
 
 def _cifar10_fast() -> Iterator[Piece]:
