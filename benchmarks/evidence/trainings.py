@@ -250,8 +250,7 @@ def train(
     Two runs with a core each take less time than one after the other on both: a step has parts
     that use one core only.
     """
-    free, running, failed = list(places), {}, []
-    waiting = list(waiting)
+    free, waiting, running, failed = list(places), list(waiting), {}, []
     try:
         while waiting or running:
             while waiting and free:
