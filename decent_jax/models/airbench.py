@@ -153,7 +153,12 @@ def optimizer(learning_rate: optax.Schedule, beta: float = 0.6) -> optax.Gradien
     The rates of SGD keep their published ratios to ``learning_rate``, the rate of the filters,
     which decays linearly from 0.24 to 0; ``beta`` is Muon's momentum. Before each update, filters
     are rescaled to a norm of 1 on average.
+
+    Raises:
+      ValueError: ``beta`` is not in [0, 1).
     """
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta must be in [0, 1), got {beta}")
 
     def sgd(peak, share=1.0):
         def rate(step):  # peak at the start, 0 after this share of the run
@@ -172,16 +177,12 @@ def optimizer(learning_rate: optax.Schedule, beta: float = 0.6) -> optax.Gradien
         ns_steps=3, beta=beta, eps=1e-7, weight_dimension_numbers=axes
     )
 
-    def rescaled(updates, params):
-        def change(update, x):
-            return update + x * (math.sqrt(x.shape[-1]) / jnp.linalg.norm(x.ravel()) - 1)
+    def rescaled(update, x):
+        return update + x * (math.sqrt(x.shape[-1]) / jnp.linalg.norm(x.ravel()) - 1)
 
-        return jax.tree.map(change, updates, params)
-
+    rescale = optax.stateless(lambda updates, params: jax.tree.map(rescaled, updates, params))
     by_kind: dict[str, optax.GradientTransformation] = {
-        "filters": optax.chain(
-            muon, optax.scale_by_learning_rate(learning_rate), optax.stateless(rescaled)
-        ),
+        "filters": optax.chain(muon, optax.scale_by_learning_rate(learning_rate), rescale),
         "biases": sgd(_BIASES),
         "after whitening": sgd(_BIASES, _WHITENED),
         "head": sgd(_HEAD),

@@ -101,3 +101,9 @@ def test_gossip_equals_numpy(method, combine, beta):
     for name, value in zip(names, jax.tree.leaves(got), strict=True):
         # Rates, which are functions of an int32 step, are float32.
         np.testing.assert_allclose(value, x[name], rtol=1e-6, atol=2e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, float("nan")])
+def test_a_beta_that_would_diverge_is_refused(beta):
+    with pytest.raises(ValueError, match=rf"beta must be in \[0, 1\), got {beta}"):
+        airbench.optimizer(rate, beta)

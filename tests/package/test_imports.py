@@ -57,7 +57,7 @@ MOST_LINES = {
     "gossip": 880,
     "replicas": 208,
     "optim": 1449,
-    "models": 1548,
+    "models": 1547,
     "data": 3422,
     "tasks": 1067,
     "train": 3391,
